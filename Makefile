@@ -33,20 +33,25 @@ bench: $(VENV)/.ready
 	$(RUN) -m packtrain bench
 	$(RUN) -m benchmarks.memory
 
-# docs/conformance.md: the same files through packtrain and llama.cpp, whose library, server and Python package are built
-# in a folder of their own; without -march=native: some compilers make its AMX code wrong. LLAMA_PYTHON=…, a Python with
-# llama-cpp-python, and LLAMA_SERVER=… take what is there already.
+# docs/conformance.md: the same files through packtrain and llama.cpp, in about half an hour of two cores. Without
+# settings it builds what it needs in build/llama, with a C++ compiler: llama-server, llama-quantize, llama-perplexity and
+# llama-cpp-python, without -march=native: some compilers make its AMX code wrong. LLAMA_PYTHON=…, a Python with
+# llama-cpp-python, LLAMA_SERVER=…, beside which the two others stand, and LLAMA_CPP=…, the source, take what is there
+# already. The table of converters needs TRANSFORMERS_PYTHON=…, a Python with transformers, torch, protobuf and packtrain;
+# it, and what needs ../shared or the server, is left out where that is missing.
 VOCABULARIES ?= ../shared/data/tokenizers/ggml-vocab
 SERVED ?= ../shared/data/models/stories260K/stories260K.gguf
 LLAMA := build/llama
 ifndef LLAMA_PYTHON
 LLAMA_PYTHON := $(LLAMA)/bin/python
 LLAMA_SERVER := $(LLAMA)/cpp/bin/llama-server
+LLAMA_CPP := $(LLAMA)/llama_cpp_python-0.3.36/vendor/llama.cpp
 LLAMA_READY := $(LLAMA)/.ready
 endif
 conformance: $(VENV)/.ready $(LLAMA_READY)
 	$(RUN) -m benchmarks.conformance --llama-python $(LLAMA_PYTHON) --write docs/conformance.md \
 	    $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) \
+	    $(if $(and $(TRANSFORMERS_PYTHON),$(LLAMA_CPP)),--converters $(TRANSFORMERS_PYTHON) $(LLAMA_CPP)) \
 	    $(if $(wildcard $(SERVED)),--served $(SERVED)) \
 	    $(if $(wildcard $(VOCABULARIES)),--vocabularies $(VOCABULARIES))
 

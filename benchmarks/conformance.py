@@ -5,13 +5,15 @@ Models  small ones of random weights, of every architecture and in several types
         (a file in which one thing is changed) must be seen to differ. `--model FILE` does it with your own.
 Types   as llama-quantize writes them, where it stands beside llama-server, see conformance_types.
 Adapters  beside their bases and merged into them, random ones and tuned ones, see conformance_adapters.
+Converters  llama.cpp's and `packtrain convert` on what transformers saves, see converters.
 Texts   random ones, through every vocabulary of `--vocabularies FOLDER`: the same ids.
 Chats   through seven chat templates and these vocabularies, `--llama-server PATH`: the same prompts and ids.
 Perplexity  of small random models, with llama-perplexity where it stands beside llama-server; see perplexity.
 Samplers  by how often they draw each token, see samplers.
 
 PYTHON has llama-cpp-python; llama.cpp works in a process of its own (benchmarks/peer.py). In quantized models it
-rounds activations to 8 bits as well, packtrain does not: hence their limit. `--write FILE` keeps the tables.
+rounds activations to 8 bits as well, packtrain does not: hence their limit. `--write FILE` keeps the tables, `--parts`
+makes some of them. Tables whose programs are not given are left out, and said to be.
 Exit code 1 if anything is beyond its limit.
 """
 
@@ -19,8 +21,9 @@ import argparse
 import datetime
 import math
 import random
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from benchmarks import (
     chat_templates,
     conformance_adapters,
     conformance_types,
+    converters,
     perplexity,
     samplers,
     server_shapes,
@@ -48,6 +52,9 @@ LIMITS = {
     "Q4_K_M": math.inf,
 }  # of |difference of logarithms of probabilities|
 TOKENS, TEXTS, DEEP = 48, 1000, 32
+PARTS = (
+    "models", "types", "adapters", "tuned", "converters", "texts", "chats", "server", "perplexity", "samplers",
+)  # fmt: skip
 Values = dict[str, Value]
 Arrays = dict[str, np.ndarray]
 
@@ -271,7 +278,45 @@ TEXT_HEADING = (
 )
 
 
-def main() -> int:
+def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Iterable[tuple[bool, str]]]]:
+    """The tables of a page: a name, what stands above the rows, and for each row whether it is good."""
+    python, server, named = args.llama_python, args.llama_server, args.vocabularies
+    tools = Path(server or "absent/llama-server").parent
+    quantizer, measurer = tools / "llama-quantize", tools / "llama-perplexity"
+    if args.model:
+        own = (compared(path.stem, kind_of(path), path, python) for path in args.model)
+        yield "models", HEADING, ((row.good, str(row)) for row in own)
+        if args.adapter:
+            what = (args.model[0], kind_of(args.model[0]), args.adapter, args.text.read_text())
+            rows = conformance_adapters.of_ones_own(python, *what)
+            yield "adapters", conformance_adapters.HEADING, rows
+        return
+    made = models(python, args.only or list(CONFIGS))
+    yield "models", HEADING, ((row.good, str(row)) for row in made)
+    if quantizer.exists():
+        rows = conformance_types.rows(python, quantizer)
+        yield "types", conformance_types.HEADING, rows
+    yield "adapters", conformance_adapters.HEADING, conformance_adapters.adapters(python)
+    yield "tuned", conformance_adapters.TUNED, conformance_adapters.tuned(python)
+    if args.converters:
+        yield (
+            "converters",
+            converters.HEADING,
+            converters.asked(args.converters[0], Path(args.converters[1])),
+        )
+    if named:
+        yield "texts", "\n" + TEXT_HEADING, vocabularies(python, named)
+    if named and server:
+        yield "chats", "\n" + chat_templates.HEADING, chat_templates.rows(server, named)
+    if server and args.served:
+        yield "server", "\n" + server_shapes.HEADING, server_shapes.rows(server, args.served)
+    if measurer.exists():
+        heading = "\n" + perplexity.INTRODUCTION + perplexity.HEADING
+        yield "perplexity", heading, perplexity.random_rows(measurer)
+    yield "samplers", samplers.HEADING, samplers.rows(python)
+
+
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -283,9 +328,25 @@ def main() -> int:
     parser.add_argument("--vocabularies", type=Path, help="a folder of GGUF files")
     parser.add_argument("--llama-server", help="llama.cpp's, for chat templates")
     parser.add_argument("--served", type=Path, help="a model file for the forms of answers")
+    parser.add_argument(
+        "--converters",
+        nargs=2,
+        metavar=("PYTHON", "LLAMA_CPP"),
+        help="a Python with transformers, and llama.cpp's folder with its converter",
+    )
+    parser.add_argument("--parts", help="these tables only, by name: models,types,adapters,…")
     parser.add_argument("--write", type=Path, help="keep the tables in this file")
     args = parser.parse_args()
-    good, lines, python = True, list[str](), args.llama_python
+    if args.adapter and not (args.model and args.text):
+        parser.error("--adapter needs --model and --text")
+    if args.parts and args.write:
+        parser.error("--write keeps whole pages: leave --parts out")
+    return args
+
+
+def main() -> int:
+    args = options()
+    good, lines = True, list[str]()
 
     def say(line: str, fine: bool = True) -> None:
         nonlocal good
@@ -293,58 +354,21 @@ def main() -> int:
         lines.append(line)
         print(line, flush=True)
 
-    say(
-        INTRODUCTION.format(
-            __version__,
-            ask(python)["version"],
-            datetime.date.today(),
-            tokens=TOKENS,
-            top=TOP,
-            DEEP=DEEP,
+    wanted = args.parts.split(",") if args.parts else None
+    if not wanted:
+        version, today = ask(args.llama_python)["version"], datetime.date.today()
+        say(INTRODUCTION.format(__version__, version, today, tokens=TOKENS, top=TOP, DEEP=DEEP))
+    tables = {name: (heading, rows) for name, heading, rows in parts(args)}
+    if not (wanted or args.model) and (missing := [name for name in PARTS if name not in tables]):
+        print(f"left out, as what they need is not given: {', '.join(missing)}", file=sys.stderr)
+    unknown = ", ".join(set(wanted or ()) - {*tables})
+    if unknown:
+        raise SystemExit(
+            f"--parts: no table {unknown} with these settings; there are {', '.join(tables)}"
         )
-    )
-    say(HEADING)
-    if args.adapter and not (args.model and args.text):
-        parser.error("--adapter needs --model and --text")
-    own = (compared(path.stem, kind_of(path), path, python) for path in args.model or ())
-    for row in own if args.model else models(python, args.only or list(CONFIGS)):
-        say(str(row), row.good)
-    tools = Path(args.llama_server or "absent/llama-server").parent
-    if not args.model and (tools / "llama-quantize").exists():
-        say(conformance_types.HEADING)
-        for fine, line in conformance_types.rows(python, tools / "llama-quantize"):
-            say(line, fine)
-    if args.adapter:
-        say(conformance_adapters.HEADING)
-        own_rows = (args.model[0], kind_of(args.model[0]), args.adapter, args.text.read_text())
-        for fine, line in conformance_adapters.of_ones_own(python, *own_rows):
-            say(line, fine)
-    if not args.model:
-        say(conformance_adapters.HEADING)
-        for fine, line in conformance_adapters.adapters(python):
-            say(line, fine)
-        say(conformance_adapters.TUNED)
-        for fine, line in conformance_adapters.tuned(python):
-            say(line, fine)
-    if args.vocabularies:
-        say("\n" + TEXT_HEADING)
-        for fine, line in vocabularies(python, args.vocabularies):
-            say(line, fine)
-        if args.llama_server:
-            say("\n" + chat_templates.HEADING)
-            for fine, line in chat_templates.rows(args.llama_server, args.vocabularies):
-                say(line, fine)
-    if args.llama_server and args.served:
-        say("\n" + server_shapes.HEADING)
-        for fine, line in server_shapes.rows(args.llama_server, args.served):
-            say(line, fine)
-    if not args.model and (tools / "llama-perplexity").exists():
-        say("\n" + perplexity.INTRODUCTION + perplexity.HEADING)
-        for fine, line in perplexity.random_rows(tools / "llama-perplexity"):
-            say(line, fine)
-    if not args.model:
-        say(samplers.HEADING)
-        for fine, line in samplers.rows(python):
+    for heading, rows in (tables[name] for name in wanted or tables):
+        say(heading)
+        for fine, line in rows:
             say(line, fine)
     if args.write:
         args.write.write_text("\n".join(lines) + "\n")

@@ -232,14 +232,15 @@ def sparse(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x - x.mean(-1, keepdim=True) - x.std(-1, keepdim=True) * beyond)
 
 
-def difference(name: str, folder: Path) -> tuple[float, float]:
-    """How far apart the logits of one model are, and its gradients."""
+def tiny(name: str) -> tuple[Any, Any]:
+    """The config of a class, and a model of random weights."""
     given = {
         key: value
         for key, value in (BASE | CLASSES[name]).items()
         if value is not None or key in KEPT
     }
     config = getattr(transformers, name.split()[0])(**given)
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.eval().to(torch.float32)
     with torch.no_grad():
@@ -248,9 +249,15 @@ def difference(name: str, folder: Path) -> tuple[float, float]:
                 weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5)
             else:
                 weight.add_(torch.randn_like(weight) * 0.2)
-        for name, value in model.named_buffers():
-            if name.endswith("layer_scalar"):
+        for label, value in model.named_buffers():
+            if label.endswith("layer_scalar"):
                 value.mul_(0.7)
+    return config, model
+
+
+def difference(name: str, folder: Path) -> tuple[float, float]:
+    """How far apart the logits of one model are, and its gradients."""
+    config, model = tiny(name)
     ids = torch.tensor(TOKENS)[None]
     found = model(ids).logits[0]
     loss = torch.nn.functional.cross_entropy(found[:-1], ids[0, 1:])
@@ -307,7 +314,6 @@ def main() -> None:
     modeling_gemma3n.Gemma3nTextMLP._gaussian_topk = sparse
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
     for name in CLASSES:
-        torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as folder:
             values, slopes = difference(name, Path(folder))
             print(f"{name:24} {values:.1e}  {slopes:.1e}", flush=True)

@@ -1,0 +1,370 @@
+"""`packtrain convert` beside llama.cpp's own converter, on what transformers saves: a table of benchmarks.conformance.
+
+    pip install transformers torch protobuf
+    python -m benchmarks.converters FOLDER [--types f32 f16 …] [CLASS …]
+
+FOLDER is llama.cpp's source, with convert_hf_to_gguf.py. Each small model of benchmarks.convert, and an InternLM 2,
+which transformers does not have, is saved with a SentencePiece model and with a byte-level vocabulary, and both
+converters read the folder. Names, shapes, types and bytes of tensors and all keys must be equal, or stand with their
+reason in WHY.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.convert import convert
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF
+from tests.hugging_face import (
+    bpe_tokenizer,
+    internlm2,
+    sentencepiece_model,
+    write_checkpoint,
+    write_safetensors,
+)
+
+HEADING = """
+`packtrain convert` beside llama.cpp's convert_hf_to_gguf on small checkpoints that transformers saves, each with a
+SentencePiece model and with a byte-level vocabulary where llama.cpp's converter takes both: how many tensors have equal
+names, shapes, types and bits, and how many keys are equal, of all that either file has but names of folders. What
+differs must be listed, with its reason.
+
+| class | type | vocabularies | tensors equal | keys equal | what differs, and why |
+|---|---|---|---|---|---|"""
+# names of folders, and what gguf writes beside
+GUESSED = {f"general.{n}" for n in ("name", "basename", "finetune", "size_label")}
+GUESSED |= {"general.quantization_version"}
+INTERN = "InternLM2Config"
+EOT, CAP = "tokenizer.ggml.eot_token_id", "final_logit_softcapping"
+# (beginning of the class, name of the key or tensor, reason); names may be patterns
+WHY = (
+    ("", r".*\.ssm_a", "-exp(x), which PyTorch and NumPy round differently, in the last bit"),
+    ("Gemma3nTextConfig shared", r"blk\.2[01]\.attn_(k|v|k_norm)\.weight",
+     "llama.cpp demands them in every block and does not use them; transformers no longer saves them"),
+    ("GemmaConfig", EOT, "107 there, whatever the vocabulary has"),
+    ("Gemma4", r"tokenizer\.ggml\.pre", "llama.cpp names the kind of vocabulary only, which is enough for both"),
+    ("Gemma4", r"tokenizer\.ggml\.scores", "read by neither, as this vocabulary has merges"),
+    ("Gemma4", r"tokenizer\.ggml\.token_type", "<unk> is unknown here, control there"),
+    ("Gemma4", rf"gemma4\.{CAP}", "0, as config.json says; without the key llama.cpp takes 30"),
+    ("HunYuan", EOT, "what ends a turn; llama.cpp finds it by its name"),
+    ("Ernie4_5_Moe", r".*expert_shared_feed_forward_length",
+     "llama.cpp divides the feed-forward's width by the key heads, which is the same in Baidu's models"),
+    ("Deepseek", r".*expert_gating_func", "as transformers computes it; there only if config.json says scoring_func"),
+    ("Glm4Moe", r".*(block_count|nextn_predict_layers)",
+     "llama.cpp counts a block that guesses further tokens, which transformers does not save"),
+    ("GraniteMoeHybridConfig all", r"granite\.(attention\.head_count_kv|ssm\..*|expert_.*)",
+     "llama.cpp writes the mixture's and scan's sizes of a model without either, and key heads for each block"),
+    ("PhiConfig", r"phi2\.(attention\.head_count_kv|feed_forward_length)",
+     "constants there, as in Phi 2; here as config.json says"),
+    ("PhiConfig", r"tokenizer\.ggml\.add_bos_token", "false, which is what llama.cpp takes without it"),
+    ("FalconConfig", r"falcon\.context_length", "2048 there, whatever config.json says"),
+    (INTERN, r"tokenizer\.ggml\.add_space_prefix", "true, which is what llama.cpp takes without it"),
+    ("NemotronConfig", r"tokenizer\.ggml\.unknown_token_id", "1 there, whatever the vocabulary has"),
+)  # fmt: skip
+Hyper = dict[str, Any]
+
+
+def hybrid(given: Hyper) -> None:
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    given["layer_types"] = [names.get(one, one) for one in given["layer_types"]]
+
+
+# keys of config.json by names that transformers 5 has given up and llama.cpp's converter reads, by its own reader only
+OLDER: dict[str, Callable[[Hyper], Any]] = {
+    "Cohere2": lambda given: given.update(rotary_pct=1.0),
+    "FalconConfig": lambda given: given["new_decoder_architecture"] or given.update(num_kv_heads=1),
+    "GPT2": lambda given: given.update(n_ctx=given["n_positions"]),
+    "GraniteMoeHybrid": hybrid,
+}
+
+
+# ---- vocabularies --------------------------------------------------------------------------------------------
+
+
+def pieces(folder: Path) -> None:
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+
+
+def tokenizer(folder: Path, made: Any, **about: Any) -> None:
+    made.save(str(folder / "tokenizer.json"))
+    about |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def bytewise(folder: Path) -> None:
+    """A byte-level vocabulary as GPT-2's, which llama.cpp is told that it is."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    model = bpe_tokenizer("")["model"]
+    made = Tokenizer(models.BPE(model["vocab"], [tuple(pair) for pair in model["merges"]]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = "<|begin|>", "<|eot_id|>", "<|endoftext|>", "[gMASK]", "<|user|>", "<|observation|>"
+    made.add_special_tokens([*special])
+    made.add_tokens([AddedToken("<tool>", special=False)])
+    tokenizer(folder, made, bos_token="<|begin|>", eos_token="<|eot_id|>")
+
+
+def merged(folder: Path) -> None:
+    """One that spells bytes as <0x0A> and has merges, as Gemma 4's."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    special = "<pad>", "</s>", "<s>", "<unk>"
+    texts = [*special, *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"hel", "he", "ll", "hell"]
+    words = {text: id for id, text in enumerate(dict.fromkeys(texts))}
+    pairs = [("h", "e"), ("l", "l"), ("he", "ll")]
+    made = Tokenizer(models.BPE(words, pairs, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    spaced = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()
+    made.decoder = decoders.Sequence([*spaced])
+    turns = "<|turn>", "<turn|>"
+    made.add_special_tokens([*special, "<|channel>", "<channel|>", *turns, "<|tool_call>"])
+    while (count := made.get_vocab_size()) < 320:
+        made.add_tokens([AddedToken(f"[word{count}]", special=False)])
+    tokenizer(
+        folder, made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>",
+        additional_special_tokens=[*turns],
+    )  # fmt: skip
+
+
+VOCABULARIES: dict[str, Callable[[Path], None]] = {
+    "pieces": pieces,
+    "bytes": bytewise,
+    "merged": merged,
+}
+
+
+def unnamed(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+# ---- checkpoints, and both files of one ----------------------------------------------------------------------
+
+
+def save(name: str, folder: Path) -> None:
+    """The checkpoint of a class, without a vocabulary."""
+    if name == INTERN:
+        config, tensors = write_checkpoint(folder)
+        rope = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "model_type": "internlm2"}
+        config, made = internlm2(config | rope, tensors)
+        rows = config["vocab_size"] = 310  # pieces of the model, as llama.cpp asks for each
+        ends = "model.tok_embeddings.weight", "output.weight"
+        made |= {end: made[end][:rows] for end in ends}
+        (folder / "config.json").write_text(json.dumps(config))
+        write_safetensors(folder / "model.safetensors", made)
+        return
+    from benchmarks.convert import tiny
+
+    tiny(name)[1].save_pretrained(folder)
+
+
+def theirs(name: str, folder: Path, out: Path, kind: str) -> None:
+    """llama.cpp's file."""
+    import gguf
+    import torch
+    from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
+
+    types = gguf.LlamaFileType
+    by_name = {"f32": types.ALL_F32, "auto": types.GUESSED}
+    given = ModelBase.load_hparams(folder, False)
+    for beginning, change in OLDER.items():
+        if name.startswith(beginning):
+            change(given)
+    made = get_model_class(get_model_architecture(given, ModelType.TEXT))
+    if made.supports_mtp_export and "Qwen3" in name:
+        made.no_mtp = True  # transformers does not save the block that guesses further tokens
+    with torch.inference_mode(), contextlib.redirect_stderr(io.StringIO()):
+        file_type = by_name[kind] if kind in by_name else types[f"MOSTLY_{kind.upper()}"]
+        made(folder, file_type, out, hparams=given).write()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of a key are equal, numbers to the last digits of f32."""
+    if not (isinstance(a, list | tuple | np.ndarray) and isinstance(b, list | tuple | np.ndarray)):
+        real = isinstance(a, float | np.floating)
+        return bool(a == b or (real and abs(a - b) <= 1e-6 * max(1.0, abs(a))))
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def different(ours: GGUF, other: GGUF) -> tuple[Counter[str], list[str]]:
+    """Counts of tensors and keys, all and equal ones, and the names of those that differ."""
+    counts, names = Counter[str](), list[str]()
+    for name in sorted({*ours.entries, *other.entries}):
+        counts["tensors"] += 1
+        a, b = ours.entries.get(name), other.entries.get(name)
+        fits = a and b and (tuple(a.shape), str(a.dtype)) == (tuple(b.shape), str(b.dtype))
+        if fits and ours.array(name).tobytes() == other.array(name).tobytes():
+            counts["equal tensors"] += 1
+        else:
+            names.append(name)
+    for name in sorted({*ours.values, *other.values} - GUESSED):
+        counts["keys"] += 1
+        one, two = ours.values.get(name), other.values.get(name)
+        if one and two and one.kind == two.kind and same(one.value, two.value):
+            counts["equal keys"] += 1
+        else:
+            names.append(name)
+    return counts, names
+
+
+def close(name: str, ours: GGUF, other: GGUF) -> bool:
+    """Whether a tensor that differs does so in its last bits only."""
+    pair = [file.entries.get(name) for file in (ours, other)]
+    if not all(entry and str(entry.dtype) == "f32" for entry in pair):
+        return False
+    a, b = (one.array(name).astype(np.float64) for one in (ours, other))
+    return a.shape == b.shape and bool((np.abs(a - b) <= 4e-7 * np.abs(b)).all())
+
+
+def told(name: str, ours: GGUF, other: GGUF, names: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether all that differs has a reason, and what to say about it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for one in names:
+        fits = (
+            why for start, form, why in WHY if name.startswith(start) and re.fullmatch(form, one)
+        )
+        reason = next(fits, "**no**")
+        if one.endswith(".ssm_a") and not close(one, ours, other):
+            reason = "**no**"
+        here, there = (one in file.values or one in file.entries for file in (ours, other))
+        where = "" if here and there else "here only: " if here else "there only: "
+        short = re.sub(r"blk\.\d+", "blk.*", one).replace("tokenizer.ggml.", "")
+        found.setdefault((reason, where), []).append(short)
+    said = [f"{at}{', '.join(dict.fromkeys(what))} ({why})" for (why, at), what in found.items()]
+    return all(why != "**no**" for why, _ in found), said
+
+
+def taken(name: str, vocabulary: str) -> bool:
+    """Whether models of the class may have the vocabulary."""
+    if name.startswith("Gemma4"):
+        return vocabulary == "merged"
+    return vocabulary == "pieces" or (vocabulary == "bytes" and not name.startswith("Gemma"))
+
+
+def compared(name: str, kind: str, folder: Path) -> tuple[bool, Counter[str], list[str]] | None:
+    """Both files of a folder: whether they are as they should be, counts, and what to say; None for no such class."""
+    a, b = folder.parent / "a.gguf", folder.parent / "b.gguf"
+    theirs(name, folder, b, kind)
+    other = GGUF(b)
+    model = other.metadata["tokenizer.ggml.model"]
+    if (folder / "tokenizer.model").exists() and model != "llama":
+        return None  # its converter made bytes of pieces, which such models never have
+    convert(folder, a, kind)
+    counts, names = different(GGUF(a), other)
+    good, said = told(name, GGUF(a), other, names)
+    return good, counts, said
+
+
+def row(name: str, kind: str) -> tuple[bool, str]:
+    """Both files of a class, with each vocabulary that llama.cpp's converter takes."""
+    used, counts, lines, refused = [*""], Counter[str](), [*""], ""
+    short, good = name.replace("Config", ""), True
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "tiny"
+        save(name, folder)
+        for vocabulary in (one for one in VOCABULARIES if taken(name, one)):
+            unnamed(folder)
+            VOCABULARIES[vocabulary](folder)
+            try:
+                found = compared(name, kind, folder)
+            except InputError as error:  # packtrain's
+                return False, f"| {short} | {kind} | {vocabulary} | - | - | **no**: {error} |"
+            except (Exception, SystemExit) as error:
+                refused = f"llama.cpp's converter stops: {error!r}"[:200]
+                continue
+            if found is not None:
+                used.append(vocabulary)
+                good, counts, lines = good and found[0], counts + found[1], lines + found[2]
+    if not used:
+        return False, f"| {short} | {kind} | - | - | - | **no**: {refused} |"
+    tensors, keys = (f"{counts[f'equal {what}']} of {counts[what]}" for what in ("tensors", "keys"))
+    differs = "; ".join(dict.fromkeys(lines)) or "-"
+    return good, f"| {short} | {kind} | {', '.join(used)} | {tensors} | {keys} | {differs} |"
+
+
+def whole(generate: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+    """With what a generator returns behind what it yields: llama.cpp's of StableLM returns the heads' norms."""
+
+    def made(*given: Any) -> Iterator[Any]:
+        returned: Any = yield from generate(*given)
+        yield from returned or ()
+
+    return made
+
+
+def prepared(folder: Path) -> None:
+    """llama.cpp's converter, importable; it is told the byte-level vocabulary, which it knows by a sum of real ones."""
+    sys.path[:0] = [str(folder), str(folder / "gguf-py")]
+    import torch
+    import transformers
+    from conversion.base import TextModel
+    from conversion.stablelm import StableLMModel
+
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    StableLMModel.modify_tensors = whole(StableLMModel.modify_tensors)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+
+
+def asked(python: str, folder: Path) -> Iterator[tuple[bool, str]]:
+    """The rows, by a Python that has transformers."""
+    command = [
+        python,
+        "-m",
+        "benchmarks.converters",
+        str(folder),
+        "--rows",
+        "--types",
+        "f32",
+        "q8_0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("|"):
+                yield "**no**" not in line, line.rstrip()
+    if process.returncode not in (0, 1):
+        yield False, f"| **no**: {' '.join(command)} ended with {process.returncode} |"
+
+
+def main() -> int:
+    from benchmarks.convert import CLASSES
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("llama_cpp", type=Path, help="llama.cpp's source")
+    parser.add_argument("classes", nargs="*", help="these only, by the beginnings of their names")
+    parser.add_argument("--types", nargs="+", default=["f32"])
+    parser.add_argument("--rows", action="store_true", help="without the heading")
+    args = parser.parse_args()
+    prepared(args.llama_cpp.absolute())
+    if not args.rows:
+        print(HEADING)
+    wanted, good = tuple(args.classes), True
+    for name in [*CLASSES, INTERN]:
+        for kind in args.types if name.startswith(wanted or "") else ():
+            fine, line = row(name, kind)
+            good = good and fine
+            print(line, flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

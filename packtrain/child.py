@@ -4,6 +4,7 @@
 wherever the parent did.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -60,6 +61,7 @@ def main() -> None:
     """The child: reads a pickled call from standard input, writes its result to standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     function, given, named = pickle.load(sys.stdin.buffer)
+    gc.freeze()  # what is imported stays
     result: Any = function(*given, **named)
     sys.stdout.buffer.write(pickle.dumps(result))
 

@@ -389,6 +389,28 @@ def test_kernels_that_take_more_than_expected_make_the_plan_smaller(monkeypatch)
     assert found.baseline == 124 * MIB and found.shape != shape
 
 
+class Lighter(loaded.Loaded):
+    """Kernels that use 3 MiB of this process again, which were counted as memory to come."""
+
+    memory: ClassVar[list[int]] = []
+
+    def load(self) -> None:
+        self.memory.append(self.memory[0] - 3 * MIB)
+
+
+@pytest.mark.parametrize(("below", "fits"), [(2, True), (6, False)])
+def test_a_budget_is_refused_only_with_the_memory_that_loaded_kernels_take(
+    monkeypatch, below, fits
+):
+    Lighter.memory[:] = [100 * MIB]
+    monkeypatch.setattr(budgets, "private_nbytes", lambda: Lighter.memory[-1])
+    monkeypatch.setattr(budgets, "searching_nbytes", lambda shape: 0)  # more than so small a run
+    here = replace(request(100 * MIB), kernels=Lighter(0))
+    limit = here.total(here.plans(smallest(deep(2), here))) - below * MIB
+    found = planned(deep(2), here.within(limit))
+    assert (found.refusal is None) == fits and len(Lighter.memory) == 1 + fits
+
+
 class Large:
     """Stands in for plans: too large for any limit."""
 

@@ -102,3 +102,13 @@ def test_two_passes_take_at_least_what_one_takes_without_its_gradients():
     for form in FORMS:
         least = looking.least_of([form])
         assert looking._at_least(form) <= least.nbytes
+
+
+def test_a_search_keeps_the_graphs_of_one_chain():
+    search = Search(REQUEST)
+    search.smallest(SHAPE)
+    search.best(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
+    chains = {id(chain.block): chain for chain in search._chains.values() if chain.like is None}
+    assert len(chains) > 1
+    assert sum("_short" in chain.block.__dict__ for chain in chains.values()) <= 1
+    assert sum("_head" in chain.__dict__ for chain in chains.values()) <= 1

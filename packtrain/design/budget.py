@@ -4,6 +4,7 @@ Returns Plans for a requested StepShape and a Request. The choice changes result
 order of floating-point additions, which is printed. The search runs in a child, so that its memory is freed.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -23,7 +24,10 @@ MIB = 1 << 20
 MARGIN_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
 ASIDE_NBYTES = 3 << 19  # by how much estimate and process differ, so that a second search is rare
 SPARE_NBYTES = 4 << 20  # by how much a process differs from the next one
-SEARCH_NBYTES = 36 << 20  # of a searching child that loads kernels; 27 MiB were measured without
+REUSED_NBYTES = 4 << 20  # most free memory that this process uses again when it loads kernels
+SEARCH_NBYTES = (
+    40 << 20
+)  # of a searching child that loads kernels; 27 MiB were measured before it searches
 BLOCK_NBYTES = 900_000  # in addition for each block
 ROUNDS = 3  # searches, each with lower limits, until the result fits the process
 
@@ -37,11 +41,14 @@ def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
         plans = planned_here(unlimited(shape, request), request)
     else:
         plans, change = searched(shape, request, say)
-        fits = most is None or plans.needed_nbytes - kernels.unsure <= most
+        less = kernels.unsure + REUSED_NBYTES * request.runs
+        fits = most is None or plans.needed_nbytes - less <= most
         if fits and (request.runs or kernels.unsure):
             kernels.load()
             plans = in_process(plans, plans.searching)
-            if most is not None and plans.needed_nbytes > most:  # they took more than expected
+            room = math.inf if most is None else most
+            again = private_nbytes() + searching_nbytes(shape)
+            if plans.needed_nbytes > room >= again:  # they took more than expected
                 here = replace(request, baseline=plans.baseline)
                 del plans
                 plans, change = searched(shape, here, say)

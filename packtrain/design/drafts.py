@@ -3,6 +3,7 @@
 Returns for Shapes under one Request their StepEstimates, Chains (for choosing recomputation), and Drafts.
 """
 
+import gc
 from dataclasses import dataclass, replace
 
 from packtrain.backends import HOST
@@ -63,6 +64,7 @@ class Drafts:
         self._known: dict[StepShape, StepEstimate] = {}
         self._chains: dict[StepShape, Chain] = {}
         self._short: dict[tuple[str, StepShape], Built] = {}
+        self._measured: Chain | None = None  # the last one asked for, which has graphs
 
     def sizes(self, shape: StepShape) -> StepEstimate:
         if shape not in self._known:
@@ -134,7 +136,19 @@ class Drafts:
             like = None if first == shape else self.chain(first)
             calls = int(self.sizes(shape).inside)
             self._chains[shape] = chain(shape, self.request, self.space, like, calls, self._build)
-        return self._chains[shape]
+        found = self._chains[shape]
+        self._keep(found)
+        return found
+
+    def _keep(self, asked: Chain) -> None:
+        """Free the graphs of the chain that was asked for before; what needs one again builds it."""
+        measured = asked if asked.like is None else asked.like.chain
+        if measured is not self._measured:
+            if self._measured is not None:
+                self._measured.forget()
+            self._measured = measured
+            self._short.clear()
+            gc.collect()
 
     def inside(self, shape: StepShape) -> bool:
         """Whether blocks compute in this space."""

@@ -36,6 +36,13 @@ from packtrain.recompute.front import Kept, front, least_again
 from packtrain.tensor import Call, Tensor
 
 SAMPLED = 3  # blocks of the chain on which ways are measured; the middle one counts
+OF_SHORT = (
+    "_short",
+    "_split",
+    "_calls",
+    "values",
+    "_read",
+)  # what refers to the tensors of that chain
 
 Build = Callable[[int, Choice | None], Built]
 
@@ -63,6 +70,11 @@ class BlockCosts:
         self.space, self.offload = space or target.space, offload
         self.reserve, self.head_reserve = reserved
         self._known: dict[Inner, Option] = {}
+
+    def forget(self) -> None:
+        """Free the short chain, which is built again if it is needed."""
+        for name in OF_SHORT:
+            self.__dict__.pop(name, None)
 
     # ---- the middle block of a short chain that keeps everything
 

@@ -98,6 +98,11 @@ class Chain:
         first, _ = backward_steps(placed, built, self.block.parts)[HEADED - 1]
         return placed, first
 
+    def forget(self) -> None:
+        """Free graphs, which are built again if they are needed."""
+        self.__dict__.pop("_head", None)
+        self.block.forget()
+
     def least_seconds(self, nbytes: int) -> float:
         """Least added seconds for `nbytes` less than keeping everything."""
         wanted = nbytes / self.count - self.block.stream_nbytes if self.count else 0.0

@@ -19,7 +19,7 @@ check: $(VENV)/.ready lint
 	$(RUN) -m pytest -m "not slow" -n 2
 
 test: $(VENV)/.ready lint
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

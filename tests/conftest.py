@@ -5,6 +5,7 @@ slow.txt has the beginnings of the names of the tests that `make check` leaves o
 
 import os
 import signal
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,3 +43,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, (there, reason) in NEEDS.items():
             if item.get_closest_marker(mark) and not there:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])  # two processes that begin with these end together

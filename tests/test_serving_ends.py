@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn")
 from packtrain.files import remove_parts
 from tests.architectures import random_model
 
-KILLS, READY = 8, 120.0
+KILLS, READY = 5, 120.0
 ENDLESS = {"prompt": "the a", "ignore_eos": True, "stream": True, "temperature": 0}
 
 

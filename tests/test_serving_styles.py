@@ -114,6 +114,31 @@ def test_calls_with_a_text_between_and_none_around():
     assert style.parse(f"Let me see.>>>{written(renderer, 2)}", NAMES) == ("Let me see.", calls)
 
 
+def test_a_template_that_writes_ids_only_is_given_names_in_them():
+    """As Kimi K2's own: the function is in the id of its call, and in that of the result."""
+    body = "<c>{{ c.id }}<a>" + OBJECT + "</c>{% endfor %}"
+    result = "{% if m.role == 'tool' %}of {{ m.tool_call_id }}: {% endif %}{{ m.content }}"
+    source = HEAD.replace("{{ m.content }}", result) + EACH + body + TAIL
+    renderer = Renderer(ChatTemplate(source), ["<|end|>"])
+    call = "<c>functions.{}:{}<a>" + '{{"city": "New York", "days": 3}}</c>'
+    text = "".join(call.format(tool, i) for i, tool in enumerate(NAMES))
+    assert written(renderer, 2) == text
+    assert style_of(renderer, "").parse(text, NAMES) == ("", [(tool, ARGUMENTS) for tool in NAMES])
+    called = {"id": "functions.way:7", "function": {"name": "way", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+    ]
+    turns += [{"role": "tool", "content": "far", "tool_call_id": "functions.way:7"}]
+    other = {"id": "call00001", "function": {"name": "weather", "arguments": {}}}
+    turns += [{"role": "assistant", "content": "", "tool_calls": [other]}]
+    turns += [{"role": "tool", "content": "sun", "tool_call_id": "call00001"}]
+    text = renderer.prompt(Conversation("", turns))
+    assert "<c>functions.way:7<a>" in text and "of functions.way:7: far" in text
+    assert "<c>functions.weather:1<a>" in text and "of functions.weather:1: sun" in text
+    assert not renderer.notes
+
+
 def test_a_name_that_only_begins_like_a_tool_is_none():
     text = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.way_v2:0<|tool_call_argument_begin|>{}"

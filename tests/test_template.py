@@ -168,6 +168,12 @@ def test_a_hostile_template_is_refused_in_one_line(source: str):
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 300
 
 
+def test_a_template_may_change_lists_of_its_own():
+    """As Kimi K2's keep ids of calls for their results."""
+    made = "{% set ns = namespace(ids=[]) %}{% for m in messages %}{% set _ = ns.ids.append(m.role) %}{% endfor %}"
+    assert rendered(made + "{{ ns.ids.pop(0) }}{{ ns.ids }}") == "user['assistant', 'user']"
+
+
 @pytest.mark.parametrize("source", ["{{ ''.__class__ }}",
     "{{ '{0.__class__}'.format(1) }}", "{{ 'x' | attr('__class__') }}"])  # fmt: skip
 def test_what_leads_out_of_the_sandbox_is_nothing(source: str):

@@ -80,6 +80,9 @@ class Renderer:
         self._as_text = not self.takes_calls and self._shows([ASK, _with_text(called)])
         if self._as_text:
             self.takes_calls, called = True, _with_text(called)
+        self._by_id = not self.takes_calls and self._shows([ASK, _with_names([called])[0]])
+        if self._by_id:
+            self.takes_calls, called = True, _with_names([called])[0]
         self.takes_results = self._shows([ASK, called if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
         self._thoughts, self.marks = self._place_of_thoughts(called)
@@ -203,6 +206,8 @@ class Renderer:
         if tools and not self.takes_tools:
             self.notes[TOOLS] += 1
             tools = None
+        if self._by_id:
+            messages = _with_names(messages)
         return [self._fitting(message) for message in messages], tools
 
     def _thinking(self, message: Message) -> Message:
@@ -249,6 +254,21 @@ def _with_text(message: Message) -> Message:
         arguments = json.dumps(function["arguments"], ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}
+
+
+def _with_names(messages: list[Message]) -> list[Message]:
+    """Calls with ids that say their functions' names, for templates that write ids only, and results with the same."""
+    ids, made = dict[Any, str](), list[Message]()
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            name, given = call["function"]["name"], call.get("id", "")
+            ids[given] = given if name in given else f"functions.{name}:{len(ids)}"
+            calls.append({**call, "id": ids[given]})
+        answers = ids.get(message.get("tool_call_id"))
+        named = {"tool_calls": calls} if calls else {"tool_call_id": answers} if answers else {}
+        made.append({**message, **named})
+    return made
 
 
 def _joined(prompt: str, text: str, before: str, shown: str, called: bool) -> tuple[str, int]:

@@ -56,8 +56,26 @@ def to_json(
     )
 
 
+class Given(list[Any]):
+    """A list of the conversation."""
+
+
+def given(value: Any) -> Any:
+    if isinstance(value, list):
+        return Given(map(given, value))
+    return {k: given(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Templates may change lists of their own, as Kimi K2's do, but not what they are given."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        own = type(obj) is list and attr in ("append", "pop")
+        return own or super().is_safe_attribute(obj, attr, value)
+
+
 def compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
@@ -107,10 +125,10 @@ def main() -> None:
         limit = taken() + int(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     template: list[jinja2.Template] = []
-    given = json.loads(sys.stdin.readline())
-    reply = answer(lambda: template.append(compiled(given)))
+    source = json.loads(sys.stdin.readline())
+    reply = answer(lambda: template.append(compiled(source)))
     for line in sys.stdin:
-        variables = json.loads(line)
+        variables = given(json.loads(line))
         if template:
             reply = answer(lambda variables=variables: rendered(template[0], variables))  # type: ignore[misc]
         print(json.dumps(reply), flush=True)

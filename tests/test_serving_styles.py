@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from packtrain.generation import Pieces
 from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer
+from packtrain.serving.completions import Chats
 from packtrain.serving.styles import (
     COUNT,
     GRANITE,
@@ -112,6 +114,29 @@ def test_calls_with_a_text_between_and_none_around():
     calls = [(tool, ARGUMENTS) for tool in NAMES]
     assert style.parse(written(renderer, 2), NAMES) == ("", calls)
     assert style.parse(f"Let me see.>>>{written(renderer, 2)}", NAMES) == ("Let me see.", calls)
+    assert style.parse(f"Let me see.{written(renderer, 2)}", NAMES) == ("Let me see.", calls)
+    unread = f"The weather\nis {written(renderer, 1)}"
+    assert style.parse(unread, NAMES) == (unread, [])
+
+
+def test_a_line_before_words_is_no_part_of_them():
+    body = (
+        "{% if m.content or not loop.first %}>>>{% endif %}" + NAME + "\n" + OBJECT + "{% endfor %}"
+    )
+    head = HEAD.replace("{{ m.content }}", "{% if m.content %}all\n{% endif %}{{ m.content }}")
+    style = style_of(Renderer(ChatTemplate(head + EACH + body + TAIL), ["<|end|>"]), "")
+    text = 'weather\n{"days": 3}'
+    assert style.head == "all\n"
+    assert style.parse(f"all\nLet me see.>>>{text}", NAMES) == (
+        "Let me see.",
+        [("weather", {"days": 3})],
+    )
+    assert style.parse("all\nNo.", NAMES) == ("No.", [])
+    assert style.parse(text, NAMES) == ("", [("weather", {"days": 3})])
+    for parts in (["al", "l\nNo", "."], ["all\n", "No."], ["all\nNo."], ["No", "."]):
+        told = object.__new__(Chats)
+        told._leading, told._texts, told._shown = style.head, [""], [Pieces(())]
+        assert "".join(told._next(0, part) for part in parts) + told._shown[0].rest() == "No."
 
 
 def test_a_template_that_writes_ids_only_is_given_names_in_them():

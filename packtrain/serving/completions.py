@@ -131,6 +131,7 @@ class Chats(Texts):
         super().__init__(model, tokenizer, asked, verbose)
         tools = self._tools = asked.tools
         openings = tools.beginnings if tools else ()
+        self._leading = tools.style.head if tools else ""
         self._shown = [Pieces(openings) for _ in asked.jobs]
         self._texts = [""] * len(asked.jobs)
         thinks = asked.thinks
@@ -171,9 +172,13 @@ class Chats(Texts):
         return self._thoughts[number].add(text) if self._thoughts else ("", text)
 
     def _next(self, number: int, content: str) -> str:
-        """What can be told of the content so far: what may become a call waits."""
-        self._texts[number] += content
-        shown = self._shown[number]
+        """What can be told of the content so far: what may become a call, or stand before words, waits."""
+        before, shown = self._texts[number], self._shown[number]
+        text = self._texts[number] = before + content
+        if self._leading.startswith(text):
+            return ""
+        if self._leading and self._leading.startswith(before):
+            content = text.removeprefix(self._leading)
         return "" if shown.stopped else shown.add(content)
 
     def end(self, number: int, end: End) -> list[Event]:
@@ -183,6 +188,8 @@ class Chats(Texts):
             events.append(self._delta(number, {"reasoning_content": thought}))
         rest = self._next(number, content)
         rest += "" if shown.stopped else shown.rest()
+        if self._leading.startswith(self._texts[number]) and self._leading != self._texts[number]:
+            rest = self._texts[number]
         calls = self._calls(self._texts[number])[1]
         if shown.stopped and not calls:  # it began like a call, and was none
             text = self._texts[number]

@@ -41,6 +41,7 @@ class Style:
     typed                    what stands between key and value where the value is no string, by its kind, if it differs
     quote                    stands around strings where the object's keys are bare, as in Gemma 4's calls
     python                   stands around strings where arguments are keywords, as in LFM2's calls
+    head                     stands before words, as functionary's `all` in a line of its own
     """
 
     opening: str
@@ -55,6 +56,7 @@ class Style:
     typed: tuple[tuple[str, str], ...] = ()
     quote: str = ""
     python: str = ""
+    head: str = ""
 
     def between(self, kind: str) -> str:
         """What stands between key and value, for a value of this kind of JSON Schema."""
@@ -82,7 +84,10 @@ class Style:
 
     def parse(self, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, Any]]]:
         """The words before the calls, and the calls (name, arguments), up to one that cannot be read."""
+        text = text.removeprefix(self.head)
         begun = self._opening(names).search(text)
+        if begun and self.middle is not None and not self.opening.strip():
+            begun = self._earlier(text, begun.start(), names) or begun
         found, at = list[tuple[str, Any]](), begun.end() if begun else -1
         apart = f"{_spaced(self.closing)}{_spaced(self.opening)}"
         again = _spaced(self.again)  # which may be a new line
@@ -93,6 +98,15 @@ class Style:
             more = between.match(text, end) if calls and self.again and not self.listed else None
             at = more.end() if more and more.end() > end else -1
         return (text[: begun.start()].rstrip(), found) if begun and found else (text, [])
+
+    def _earlier(self, text: str, at: int, names: Collection[str]) -> re.Match[str] | None:
+        """A call right behind words, which only the next one, there, tells from them."""
+        named = re.compile(rf"(?=(?:{_any(names)}){_spaced(self.middle or '')})")
+        for found in named.finditer(text, 0, at):
+            calls, end = self._calls(text, found.start(), names)
+            if calls and end == at:
+                return found
+        return None
 
     def _ends(self, text: str, at: int) -> bool:
         """Whether a call ends there: it may have been cut off."""
@@ -195,6 +209,8 @@ def _written(renderer: Renderer) -> Style | None:
     except InputError:
         two = ""
     found = _in_object(one, two) or _behind_name(one, two)
+    if found and re.fullmatch(r"\w+\n", said):
+        found = replace(found, head=said)
     return replace(found, typed=_typed(renderer, found)) if found and found.pair else found
 
 

@@ -95,7 +95,7 @@ OLDER: dict[str, Callable[[Hyper], Any]] = {
 
 
 def pieces(folder: Path) -> None:
-    (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model(symbols=("[UNUSED_TOKEN_1]",)))
 
 
 def tokenizer(folder: Path, made: Any, **about: Any) -> None:

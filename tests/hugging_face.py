@@ -7,7 +7,7 @@ one. It shares no line with packtrain.
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -287,7 +287,7 @@ def write_safetensors(path: Path, tensors: Tensors, kind: str = "F32") -> None:
 
 
 @cache
-def sentencepiece_model(leads: bool = True) -> bytes:
+def sentencepiece_model(leads: bool = True, symbols: Sequence[str] = ()) -> bytes:
     """A SentencePiece model of at most V - 10 tokens, that puts a space in front of a text or does not."""
     words = [f"{a}{b}{c}" for a in "bcdfgh" for b in "aeiou" for c in "lmnrst"]
     model = io.BytesIO()
@@ -295,6 +295,7 @@ def sentencepiece_model(leads: bool = True) -> bytes:
         sentence_iterator=iter([" ".join(words[i::7]) for i in range(7)]), model_writer=model, model_type="bpe",
         vocab_size=V - 10, hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity",
         remove_extra_whitespaces=False, add_dummy_prefix=leads, num_threads=1, minloglevel=4,
+        user_defined_symbols=[*symbols],
     )  # fmt: skip
     return model.getvalue()
 

@@ -17,6 +17,7 @@ from packtrain import quant
 from packtrain.cli import main
 from packtrain.convert import convert
 from packtrain.convert.pretokenizer import pretokenizer_name
+from packtrain.convert.vocabulary import UNUSED
 from packtrain.errors import InputError
 from packtrain.generation import Generator
 from packtrain.gguf import GGUF
@@ -163,6 +164,23 @@ def test_an_internlm2_of_the_weights_of_a_llama_has_its_tensors(tmp_path: Path) 
     assert same.metadata["general.architecture"] == "internlm2"
     assert same.entries.keys() == whole.entries.keys()
     assert all(np.array_equal(same.array(name), whole.array(name)) for name in whole.entries)
+
+
+def test_pieces_of_internlm2_that_stand_for_nothing_are_unused(tmp_path: Path) -> None:
+    """As in llama.cpp's converter; one that is a token of turns by now is none of them."""
+    config, tensors = write_checkpoint(tmp_path / "model")
+    config, made = internlm2(config, tensors)
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    write_safetensors(tmp_path / "model/model.safetensors", made)
+    blank = "[UNUSED_TOKEN_1]", "[UNUSED_TOKEN_145]"
+    (tmp_path / "model/tokenizer.model").write_bytes(sentencepiece_model(symbols=blank))
+    about = {"added_tokens_decoder": {"4": {"content": "<|im_end|>", "special": True}}}
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(about))
+    convert(tmp_path / "model", tmp_path / "model.gguf")
+    given = GGUF(tmp_path / "model.gguf").metadata
+    tokens, kinds = (given[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+    assert list(tokens[3:5]) == [b"[UNUSED_TOKEN_1]", b"<|im_end|>"]
+    assert list(kinds[3:5]) == [UNUSED, CONTROL]
 
 
 @pytest.mark.parametrize("leads", [True, False])

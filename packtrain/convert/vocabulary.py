@@ -49,7 +49,7 @@ def vocabulary_of(checkpoint: Checkpoint, count: int, family: Family) -> dict[st
     table = _Table(folder, count)
     space = about.get("add_prefix_space") if family.space_prefix is None else family.space_prefix
     if (folder / "tokenizer.model").exists():
-        leads = _fill_from_sentencepiece(table, folder / "tokenizer.model", about)
+        leads = _fill_from_sentencepiece(table, folder / "tokenizer.model", about, family.blank)
         values = table.values("llama", "default", scores=True)
         if space is None and not leads:
             space = False
@@ -127,14 +127,17 @@ def _looks_special(text: str) -> bool:
 # ---- SentencePiece -------------------------------------------------------------------------------------------
 
 
-def _fill_from_sentencepiece(table: _Table, path: Path, about: Mapping[str, Any]) -> bool:
+def _fill_from_sentencepiece(
+    table: _Table, path: Path, about: Mapping[str, Any], blank: str
+) -> bool:
     """Add the pieces of the model, then added tokens. Ids beyond the model's vocabulary are dropped.
 
     Returns whether the model puts a space in front of a text.
     """
     pieces, leads = _pieces(path)
     for id, (text, kind, score) in enumerate(pieces[: len(table.tokens)]):
-        table.put(path.name, id, text, kind, score)
+        unused = blank and text.startswith(blank)
+        table.put(path.name, id, text, UNUSED if unused else kind, score)
     beside = _optional(path.parent / "added_tokens.json")
     for text, id in beside.items():
         if id not in range(len(table.tokens), 1 << 31):

@@ -163,6 +163,7 @@ class Family:
     ends          ends of names of tensors, and how they would usually end
     more_blocks   checkpoints may have blocks after the last, which only guess more tokens
     other         the class whose family fits a config instead; nothing: this one does
+    blank         what pieces begin with that stand for nothing yet
     special       tokens that have a meaning where the vocabulary has them and the folder says no other: by GGUF's names
     """
 
@@ -199,6 +200,7 @@ class Family:
     other: Callable[[Given], str] = lambda given: ""
     special: Mapping[str, str] = field(default_factory=dict)
     latent: str = ""
+    blank: str = ""
 
 
 @dataclass(frozen=True, slots=True)

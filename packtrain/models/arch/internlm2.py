@@ -43,6 +43,7 @@ ARCHITECTURE = Architecture(
             spans=spans,
             joined={"attention.wqkv": PARTS},
             scalings=("dynamic",),
+            blank="[UNUSED",
             special={"eot": "<|im_end|>"},  # of conversations
         ),
     ),

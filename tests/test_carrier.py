@@ -104,7 +104,15 @@ def test_each_process_of_a_machine_takes_the_gpu_of_its_number(gpus, monkeypatch
         take("cuda")
 
 
-@pytest.mark.parametrize("device, one", [("cuda:1", "give --device cuda"), ("mps", "give cpu, ")])
+@pytest.mark.parametrize(
+    "device, one",
+    [
+        ("cuda:1", "give --device cuda"),
+        ("mps", "works in one process; give cpu, "),
+        ("cpu,cpu:1", "works in one process"),
+        ("foo", "several processes have no such device; give cpu, "),
+    ],
+)
 def test_a_device_for_one_process_is_refused(device, one):
     with pytest.raises(InputError, match=f"--device {device}.*{one}"):
         check_device(device)

@@ -13,6 +13,7 @@ from typing import Any
 from packtrain.errors import InputError
 
 WORKING = r"(?:torch:)?cpu(?::\d+)?|cuda"  # devices that several processes work on
+ALONE = r"numpy|mps|.*,.*"  # those that one works on
 
 
 def carrier(device: str) -> str:
@@ -33,9 +34,9 @@ def check_device(device: str) -> None:
         raise InputError(
             f"--device {device}: of several processes each takes a GPU of its own; give --device cuda"
         )
-    raise InputError(
-        f"--device {device} works in one process; give cpu, torch:cpu or cuda, or leave out --nproc"
-    )
+    alone = re.fullmatch(ALONE, device)
+    why = " works in one process" if alone else ": several processes have no such device"
+    raise InputError(f"--device {device}{why}; give cpu, torch:cpu or cuda, or leave out --nproc")
 
 
 def take(device: str) -> None:

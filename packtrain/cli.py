@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,12 +104,18 @@ def _settings(command: str) -> Any:
 
 
 def _asked(arguments: Sequence[str] | None) -> Collection[str]:
-    """The commands that begin with the first word; all if none does, so that help and errors know them."""
+    """The commands that begin with the first word."""
     texts = sys.argv[1:] if arguments is None else arguments
-    if list(texts) == ["--version"]:
-        return ()
     word = next((text for text in texts if not text.startswith("-")), "")
-    return [name for name in COMMANDS if name.partition(" ")[0] == word] or COMMANDS
+    return [name for name in COMMANDS if name.partition(" ")[0] == word]
+
+
+def _about(command: str) -> str:
+    """What a command does, from the first line of its module, which is not loaded: all would take a second."""
+    module = find_spec(f"packtrain.commands.{COMMANDS[command][0]}")
+    assert module is not None and module.origin is not None
+    with open(module.origin, encoding="utf-8") as file:
+        return file.readline().partition(": ")[2].strip().strip('"')
 
 
 def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:
@@ -215,7 +222,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(asked: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser of these commands; of others it knows the names."""
+    """The parser of these commands; of others it knows the names, and what they do."""
     parser = _Parser(
         prog="packtrain",
         description="Train language models that live in GGUF files, in the memory you have.",
@@ -227,9 +234,9 @@ def _parser(asked: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
         group, _, own = name.rpartition(" ")
         if name not in asked:
             if name.partition(" ")[0] not in commands.choices:
-                commands.add_parser(name.partition(" ")[0])
+                commands.add_parser(name.partition(" ")[0], help=_about(name))
             continue
-        about = (_module(name).__doc__ or "").partition(": ")[2].splitlines()[0]
+        about = _about(name)
         if group not in groups:  # the task comes second, as in `packtrain plan train …`
             into = commands.add_parser(group, help=about, description=about)
             groups[group] = into.add_subparsers(metavar="COMMAND", required=True)

@@ -209,3 +209,16 @@ def test_streams_that_are_closed(tmp_path):
 
 def test_an_input_error_keeps_to_one_line():
     assert "\n" not in str(InputError("a\nb"))
+
+
+@pytest.mark.parametrize("asked", ["--help", "--version", "trane"])
+def test_what_needs_no_command_loads_none(asked: str) -> None:
+    """Loading all of them takes a second."""
+    seen = (
+        "import sys; from packtrain.cli import main\n"
+        f"try: main([{asked!r}])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in sys.modules if m == 'numpy' or m.startswith('packtrain.commands.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

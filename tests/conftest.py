@@ -44,4 +44,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(mark) and not there:
                 item.add_marker(pytest.mark.skip(reason=reason))
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])  # two processes that begin with these end together
+    # two processes that begin with these end together
+    items.sort(key=lambda item: -slow[item.path])

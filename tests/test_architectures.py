@@ -6,10 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 from packtrain import Graph, differentiate, interpret
+from packtrain.cli import main
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models import transformer
@@ -99,6 +101,64 @@ def test_a_file_opens_as_it_was_written(tmp_path: Path, name: str) -> None:
     assert model.config == config
     weights = random_weights(config)
     assert all(np.array_equal(model.weight(n), weights[n]) for n in model.names)
+
+
+def rewritten(path: Path, to: Path, weights: dict[str, np.ndarray]) -> None:
+    """The same model by the writer of the package `gguf`, which packs what it can itself."""
+    file, kinds = GGUF(path), gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(to, file.metadata["general.architecture"])
+    for key, value in file.values.items():
+        if key == "general.architecture":
+            continue
+        several = isinstance(value.value, list | np.ndarray)
+        kind = gguf.GGUFValueType[
+            {"f32": "FLOAT32", "u32": "UINT32", "i32": "INT32"}.get(value.kind, value.kind.upper())
+        ]
+        given = [*value.value] if several else value.value
+        given = (
+            [one.item() if isinstance(one, np.generic) else one for one in given]
+            if several
+            else given
+        )
+        writer.add_key_value(
+            key, given, gguf.GGUFValueType.ARRAY if several else kind, kind if several else None
+        )
+    for name, entry in file.entries.items():
+        kind = kinds[str(entry.dtype).upper()]
+        if kind in (kinds.F32, kinds.Q8_0):
+            data = gguf.quants.quantize(weights[name], kind)
+        else:
+            data = np.frombuffer(file.array(name).tobytes(), np.uint8).reshape(
+                *entry.shape[:-1], -1
+            )
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+FIRST = {config.architecture: name for name, config in reversed(CONFIGS.items())}
+FEW = [(name, mix) for name in ("llama", "gemma4", "qwen3next") for mix in ("F32", "Q8_0")]
+
+
+@pytest.mark.parametrize("name, mix", [*((name, "Q4_K_M") for name in FIRST.values()), *FEW])
+def test_a_file_by_another_writer_is_the_same_model(tmp_path: Path, name: str, mix: str) -> None:
+    config = random_model(tmp_path / "F32.gguf", name)
+    if mix != "F32":
+        assert (
+            main(["quantize", str(tmp_path / "F32.gguf"), str(tmp_path / f"{mix}.gguf"), mix]) == 0
+        )
+    rewritten(tmp_path / f"{mix}.gguf", tmp_path / "theirs.gguf", random_weights(config))
+    ours, theirs = (open_model(tmp_path / f"{by}.gguf") for by in (mix, "theirs"))
+    assert theirs.config == ours.config == config
+    assert theirs.gguf.entries.keys() == ours.gguf.entries.keys()
+    for at, entry in ours.gguf.entries.items():
+        assert (theirs.gguf.entries[at].dtype, theirs.gguf.entries[at].shape) == (
+            entry.dtype,
+            entry.shape,
+        )
+        assert theirs.gguf.array(at).tobytes() == ours.gguf.array(at).tobytes()
 
 
 @pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])

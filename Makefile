@@ -38,8 +38,7 @@ bench: $(VENV)/.ready
 # llama-cpp-python, without -march=native: some compilers make its AMX code wrong. LLAMA_PYTHON=…, a Python with
 # llama-cpp-python, LLAMA_SERVER=…, beside which the two others stand, and LLAMA_CPP=…, the source, take what is there
 # already. The table of converters needs TRANSFORMERS_PYTHON=…, a Python with transformers, torch, protobuf and packtrain;
-# it, and what needs ../shared or the server, is left out where that is missing.
-VOCABULARIES ?= ../shared/data/tokenizers/ggml-vocab
+# it, and the forms of answers (SERVED=…, a model file), are left out where that is missing.
 SERVED ?= ../shared/data/models/stories260K/stories260K.gguf
 LLAMA := build/llama
 ifndef LLAMA_PYTHON
@@ -48,12 +47,13 @@ LLAMA_SERVER := $(LLAMA)/cpp/bin/llama-server
 LLAMA_CPP := $(LLAMA)/llama_cpp_python-0.3.36/vendor/llama.cpp
 LLAMA_READY := $(LLAMA)/.ready
 endif
+VOCABULARIES ?= $(if $(LLAMA_CPP),$(LLAMA_CPP)/models)
 conformance: $(VENV)/.ready $(LLAMA_READY)
 	$(RUN) -m benchmarks.conformance --llama-python $(LLAMA_PYTHON) --write docs/conformance.md \
 	    $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) \
 	    $(if $(and $(TRANSFORMERS_PYTHON),$(LLAMA_CPP)),--converters $(TRANSFORMERS_PYTHON) $(LLAMA_CPP)) \
 	    $(if $(wildcard $(SERVED)),--served $(SERVED)) \
-	    $(if $(wildcard $(VOCABULARIES)),--vocabularies $(VOCABULARIES))
+	    $(if $(VOCABULARIES),--vocabularies $(VOCABULARIES))
 
 $(LLAMA)/.ready:
 	$(PYTHON) -m venv $(LLAMA)

@@ -94,7 +94,8 @@ class Row:
 
 INTRODUCTION = """# Beside llama.cpp
 
-packtrain {} and llama-cpp-python {}, {}; `make conformance` makes this page.
+packtrain {} and llama-cpp-python {}, {}; `make conformance` makes this page: it builds llama.cpp with a C++
+compiler, and the table of converters needs `TRANSFORMERS_PYTHON=…`, a Python with transformers (see the Makefile).
 
 Small models of random weights, {tokens} random tokens, KV cache in f32, no flash attention. The difference is that of
 logarithms of probabilities of llama.cpp's {top} likeliest tokens, the largest over all positions. In the files that

@@ -14,9 +14,10 @@ import numpy as np
 
 from packtrain import cost, kernels
 from packtrain.design.budget import planned
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import search
+from packtrain.design.shape import StepShape
 from packtrain.design.table import choices
 from packtrain.memory import Peak, private_nbytes, settle
 from packtrain.models import transformer

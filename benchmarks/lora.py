@@ -20,9 +20,10 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.benching.torch_llama import Trained, Tuned, optimizer
-from packtrain.design.plans import Base, StepShape, make_plans
+from packtrain.design.plans import make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import Search
+from packtrain.design.shape import Base, StepShape
 from packtrain.dtypes import BLOCK_TYPES, Dtype
 from packtrain.gguf import GGUF, Deferred, write
 from packtrain.memory import Peak, settle

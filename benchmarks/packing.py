@@ -32,9 +32,10 @@ from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import AdamW, training
 from packtrain.packing import Packing, best_fit, clash, height, lower_bound, packings
-from packtrain.placing import Placed, Step
+from packtrain.placing import Placed
 from packtrain.planning import size_text
 from packtrain.planning.lifetimes import storages
+from packtrain.steps import Step
 from packtrain.tensor import Call, Tensor
 
 PROBLEMS = Path(__file__).parent.parent.parent / "shared/data/minimalloc/challenging"

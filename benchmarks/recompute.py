@@ -19,8 +19,8 @@ import numpy as np
 
 from packtrain import cost
 from packtrain.design.estimate import chain
-from packtrain.design.plans import StepShape
 from packtrain.design.request import Request
+from packtrain.design.shape import StepShape
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import SGD

@@ -95,8 +95,8 @@ class Copies:
     def _cross(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
         """A copy from another memory."""
         source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
-        move = Kernel(lambda y, x: _move(backend, y, source, x), strided=False)
-        return self._copy(call, t, backend, move, name, source)
+        kernel = Kernel(lambda y, x: move(backend, y, source, x), strided=False)
+        return self._copy(call, t, backend, kernel, name, source)
 
     def _copy(
         self,
@@ -138,7 +138,7 @@ def _leaving(away: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor
     return found
 
 
-def _move(backend: Backend, y: Any, source: Backend, x: Any) -> None:
+def move(backend: Backend, y: Any, source: Backend, x: Any) -> None:
     """Copy an array from one space to another."""
     source.sync()
     there = backend.window(y)

@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from packtrain.ops.costs import Cost
-from packtrain.placing import Placed, Step
+from packtrain.placing import Placed
+from packtrain.steps import ARRIVE, BEGIN, Step
 from packtrain.tensor import Call, Tensor
 
 CALL_SECONDS, REGION_SECONDS = 3e-6, 5e-6
@@ -85,9 +86,16 @@ class Rates:
 
 
 def seconds(placed: Placed, rates: Rates) -> float:
-    """Expected time of one run."""
+    """Expected time of one run. Copies that travel beside other steps are waited for where they arrive."""
     read = {t for step in placed.steps for t in step.reads}
-    return sum(call_seconds(step, rates, read) for step in placed.steps)
+    now, there = 0.0, dict[Tensor | None, float]()
+    for step in placed.steps:
+        took = call_seconds(step, rates, read)
+        if step.op is BEGIN:
+            there[step.results[0]] = now + took
+        else:
+            now = max(now, there[step.inputs[0]]) if step.op is ARRIVE else now + took
+    return now
 
 
 def crossing(nbytes: float, *ends: Rates) -> float:
@@ -100,6 +108,8 @@ def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ())
 
     read  tensors that some step reads: optional results are only computed if they are among them
     """
+    if call.op is ARRIVE:
+        return 0.0
     if isinstance(call, Step) and call.source is not None:
         ends = rates.on(call.source.name), rates.on(call.backend.name)
         return crossing(call.results[0].spec.nbytes, *ends)

@@ -14,8 +14,9 @@ import numpy as np
 from packtrain.backends import Backend
 from packtrain.debug import flags
 from packtrain.dtypes import u8
-from packtrain.placing import Placed, Step
+from packtrain.placing import Placed
 from packtrain.planning import Place, Plan
+from packtrain.steps import BEGIN, Step
 from packtrain.tensor import Spec, Tensor
 
 CHECKS = frozenset({"time", "nan", "poison", "compare"})  # the flags that need an Observer
@@ -97,7 +98,11 @@ class Observer:
             self._compare(bound, before)
         for pattern, see in self.watchers:
             for t, array in zip(bound.step.results, bound.results, strict=True):
-                if array is not None and fnmatch.fnmatchcase(self.names[t], pattern):
+                if (
+                    array is not None
+                    and bound.step.op is not BEGIN
+                    and fnmatch.fnmatchcase(self.names[t], pattern)
+                ):
                     see(self.names[t], backend.read(array))
         for freed_by, array in self.freed.get(i, ()):
             freed_by.fill(array, NAN)
@@ -133,7 +138,7 @@ class Observer:
     def _check_finite(self, bound: Bound, before: list[Any]) -> None:
         step = bound.step
         for t, array in zip(step.results, bound.results, strict=True):
-            if array is None or not _is_float(t) or step.backend.finite(array):
+            if array is None or step.op is BEGIN or not _is_float(t) or step.backend.finite(array):
                 continue
             array = step.backend.read(array)
             bad = np.argwhere(~np.isfinite(array))[0].tolist()

@@ -9,49 +9,16 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from packtrain.backends import CPU, Backend, Target, numpy
 from packtrain.copies import Copies, known
 from packtrain.graph import Graph
 from packtrain.ops.shape import cont
-from packtrain.tensor import Call, GraphError, Kernel, Op, Spec, Tensor
+from packtrain.overlap import overlapped
+from packtrain.steps import ARRIVE, BEGIN, Step
+from packtrain.tensor import Call, GraphError, Kernel, Tensor
 
 BARRIER = -1  # in a sequence of calls
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One kernel run: `kernel(results, *inputs, **attrs)` on `backend`, for `call` of the graph.
-
-    source  of a copy from another memory, the backend there
-    """
-
-    op: Op[..., Any]
-    call: Call
-    backend: Backend
-    kernel: Kernel
-    inputs: tuple[Tensor | None, ...]
-    results: tuple[Tensor, ...]
-    source: Backend | None = None
-
-    @property
-    def recomputes(self) -> bool:
-        return self.call.phase == "recomputed" and self.op is self.call.op
-
-    @property
-    def reads(self) -> list[Tensor]:
-        return [t for t in self.inputs if t is not None]
-
-    @property
-    def attrs(self) -> dict[str, Any]:
-        """Attributes for its kernel; an inserted copy has none."""
-        return self.call.attrs if self.op is self.call.op else {}
-
-    @property
-    def workspaces(self) -> tuple[Spec, ...]:
-        """Scratch that its kernel needs while it runs."""
-        return self.backend.workspaces(self.op, self.inputs, self.attrs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,8 +54,9 @@ class Placed:
 
     @property
     def splits(self) -> list[tuple[Backend, list[Step]]]:
-        """Runs of steps on one backend."""
-        return [(b, list(steps)) for b, steps in itertools.groupby(self.steps, lambda s: s.backend)]
+        """Runs of steps on one backend; copies that begin or arrive meanwhile belong to none."""
+        own = (s for s in self.steps if s.op not in (BEGIN, ARRIVE))
+        return [(b, list(steps)) for b, steps in itertools.groupby(own, lambda s: s.backend)]
 
     @property
     def copies(self) -> list[Step]:
@@ -98,8 +66,10 @@ class Placed:
     @property
     def put_away(self) -> list[Step]:
         """Those of the graph's `away` to the process's memory, and back."""
-        there = {s.results[0] for s in self.copies if s.reads[0] in self.graph.away}
-        return [s for s in self.copies if not there.isdisjoint((*s.reads, *s.results))]
+        arrived = {s.inputs[0]: s.results[0] for s in self.steps if s.op is ARRIVE}
+        copied = [(s, arrived.get(s.results[0], s.results[0])) for s in self.copies]
+        there = {copy for s, copy in copied if s.reads[0] in self.graph.away}
+        return [s for s, copy in copied if not there.isdisjoint((*s.reads, copy))]
 
     def __str__(self) -> str:
         return "\n".join(
@@ -127,9 +97,12 @@ def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = N
             f"no kernel of {[b.name for b in target.backends]} for {sorted(placing.fallen)}; using numpy's",
             stacklevel=2,
         )
-    steps, barriers = tuple(placing.steps), tuple(placing.barriers)
+    steps, barriers = placing.steps, tuple(placing.barriers)
     everywhere = barriers == tuple(range(1, len(steps) + 1))
-    return Placed(graph, steps, placing.home, placing.names, None if everywhere else barriers)
+    if everywhere:
+        steps = overlapped(steps, placing.home, placing.names)
+    given = graph, tuple(steps), placing.home, placing.names
+    return Placed(*given, None if everywhere else barriers)
 
 
 def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:

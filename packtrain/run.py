@@ -18,9 +18,10 @@ from packtrain.backends import Backend, aligned
 from packtrain.debug import flags
 from packtrain.errors import DoesNotFit
 from packtrain.observe import CHECKS, Bound, Observer, Run, See, report
-from packtrain.placing import Placed, Step
+from packtrain.placing import Placed
 from packtrain.planning import Place, Plan, make_plan
-from packtrain.repeating import repeated
+from packtrain.repeating import repeated, reserve
+from packtrain.steps import Step
 from packtrain.tensor import Spec, Tensor
 
 K = TypeVar("K")
@@ -52,9 +53,8 @@ class _Leaf:
 class Session:
     """Leaves, allocated once by name, and arenas as large as the largest plan needs.
 
-    Leaves that are allocated together, those of a graph or of several `executors`, share one buffer per space.
-    Add all executors before the first run to allocate everything up front; one added later may move the arena.
-    An executor that needs more of a space than `limits` allow is refused with DoesNotFit. Sessions may run in threads.
+    Leaves of one graph, or of several `executors`, share a buffer per space. An executor that is added later may move
+    the arena; one that needs more of a space than `limits` allow is refused. Sessions may run in threads.
     """
 
     def __init__(self, limits: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -112,6 +112,7 @@ class Session:
         for name in (name for one in placed.values() for name in one.graph.written):
             self._own(name)
         self._make_room(bound.values())
+        reserve(placed.values(), self._arenas)
         return {name: Executor(self, *one) for name, one in bound.items()}
 
     def _make_room(self, bound: Iterable[tuple[Placed, Plan]]) -> None:

@@ -21,8 +21,9 @@ from packtrain.dtypes import PRECISIONS, Dtype, f32
 from packtrain.graph import Graph
 from packtrain.kernels.runtime import multiplies
 from packtrain.ops.costs import laying, multiplying
-from packtrain.placing import Placed, Step, place
+from packtrain.placing import Placed, place
 from packtrain.run import Executor, Session
+from packtrain.steps import Step
 from packtrain.tensor import Spec, Tensor, input, weight
 
 # rounds of a call, and seconds after which there are no more

@@ -9,6 +9,8 @@ import numpy as np
 from pytest import MonkeyPatch
 
 import packtrain as pt
+from packtrain import overlap
+from packtrain.backends import caching
 from packtrain.backends.host import Host
 from packtrain.copies import Copies
 from packtrain.ops import shape
@@ -17,7 +19,8 @@ from packtrain.placing import Placed
 from packtrain.planning import Plan, lifetimes
 from packtrain.recompute import block
 from packtrain.run import Executor, Session
-from tests import bit_checks, plan_checks, search_checks
+from packtrain.steps import ARRIVE
+from tests import bit_checks, plan_checks, pool_checks, search_checks, stream_checks
 from tests.faults import (
     around,
     fault,
@@ -244,6 +247,78 @@ def a_workspace_planned_for_the_next_step(patch: MonkeyPatch) -> None:
 @fault("planner", verified)
 def a_workspace_too_small(patch: MonkeyPatch) -> None:
     workspaces(patch, nbytes=-4)
+
+
+travel = stream_checks.check_late, stream_checks.check_verified
+
+
+@fault("planner", *travel)
+def a_source_that_is_free_once_its_copy_has_begun(patch: MonkeyPatch) -> None:
+    def changed(reads):
+        def early(placed):
+            own = [replace(s, inputs=s.inputs[:1]) if s.op is ARRIVE else s for s in placed.steps]
+            return reads(replace(placed, steps=tuple(own)))
+
+        return early
+
+    around(patch, lifetimes, "_reads", changed)
+
+
+@fault("planner", stream_checks.check_early, stream_checks.check_verified)
+def a_copy_that_gets_its_bytes_when_it_arrives(patch: MonkeyPatch) -> None:
+    def late(placed, made):
+        at = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is ARRIVE}
+        for s in made:
+            arrives = [at[t] for t in s.tensors if t in at]
+            s.start = arrives[0] if arrives else s.start
+        return made
+
+    planned(patch, late)
+
+
+def travelling(patch: MonkeyPatch, change: Any) -> None:
+    """Copies that begin and arrive before other steps."""
+
+    def changed(ways):
+        def wrong(steps):
+            found = ways(steps)
+            for way in found.values():
+                change(way, len(steps))
+            return found
+
+        return wrong
+
+    around(patch, overlap, "_ways", changed)
+
+
+@fault("place", stream_checks.check_early, stream_checks.check_verified)
+def a_copy_that_begins_before_its_source_is_there(patch: MonkeyPatch) -> None:
+    travelling(patch, lambda way, steps: setattr(way, "begin", 0))
+
+
+@fault("place", *travel)
+def a_copy_that_is_waited_for_at_the_end(patch: MonkeyPatch) -> None:
+    travelling(patch, lambda way, steps: setattr(way, "end", steps))
+
+
+@fault("planner", pool_checks.check_counted)
+def what_kernels_take_beside_workspaces_not_counted(patch: MonkeyPatch) -> None:
+    patch.setattr(planning, "pool_nbytes", lambda steps, space: 0)
+
+
+@fault("planner", pool_checks.check_rules)
+def free_blocks_of_a_segment_that_are_not_joined(patch: MonkeyPatch) -> None:
+    patch.setattr(caching.Caching, "drop", lambda self, block: setattr(block, "free", True))
+
+
+@fault("planner", pool_checks.check_rules, pool_checks.check_pool)
+def tensors_of_a_pool_that_are_not_rounded(patch: MonkeyPatch) -> None:
+    patch.setattr(caching, "rounded", lambda nbytes, to: nbytes)
+
+
+@fault("planner", pool_checks.check_pool)
+def a_pool_without_a_segment_for_all_at_once(patch: MonkeyPatch) -> None:
+    patch.setattr(caching, "room_nbytes", lambda traces: 0)
 
 
 @fault("planner", verified, poisoned)

@@ -2,8 +2,8 @@
 
 from packtrain.cost import Rates
 from packtrain.design.estimate import chain
-from packtrain.design.plans import StepShape
 from packtrain.design.request import Request
+from packtrain.design.shape import StepShape
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
 from packtrain.recompute import Chain

@@ -13,7 +13,8 @@ from packtrain import ops
 from packtrain.checking.running import run
 from packtrain.checking.samples import stored
 from packtrain.cli import main
-from packtrain.design.plans import Base, StepShape, make_plans
+from packtrain.design.plans import make_plans
+from packtrain.design.shape import Base, StepShape
 from packtrain.dtypes import RECODABLE, Dtype
 from packtrain.gguf import GGUF
 from packtrain.grad import differentiate

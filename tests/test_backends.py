@@ -88,6 +88,15 @@ class Far:
     def workspaces(self, op, inputs, attrs):
         return CPU.workspaces(op, inputs, attrs)
 
+    def pool(self, made, buffers=()):
+        return 0
+
+    def reserve(self, made):
+        pass
+
+    taken = None
+    streams = False
+
     def alloc(self, nbytes):
         return Buffer(nbytes)
 
@@ -303,7 +312,7 @@ from packtrain import cost
 from packtrain.cost import Rates
 from packtrain.backends import HOST
 from packtrain.design.budget import planned
-from packtrain.design.plans import StepShape
+from packtrain.design.shape import StepShape
 from packtrain.design.request import Request
 from packtrain.design.search import search
 from packtrain.models import transformer
@@ -430,7 +439,8 @@ assert main(["generate", "q.gguf", "--device", "fra"]) == 2
 
 def test_a_graph_over_both_gives_what_one_gives(folder: Path) -> None:
     script = """
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
+from packtrain.design.shape import StepShape
 from packtrain.models.config import Config
 from packtrain.models import transformer
 from packtrain.optim import AdamW

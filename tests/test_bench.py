@@ -22,8 +22,8 @@ from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
-from packtrain.placing import Step
 from packtrain.speed import BEGIN
+from packtrain.steps import Step
 from tests import checks
 
 RATES = machine.Rates(fma_one=5e8, fma=1e9, product=8e8, near=1e9, far=1e8)

@@ -21,9 +21,10 @@ from packtrain.design import budget as budgets
 from packtrain.design import loaded
 from packtrain.design.budget import planned
 from packtrain.design.estimate import chain
-from packtrain.design.plans import APPLY, MEASURE, StepShape, make_plans
+from packtrain.design.plans import APPLY, MEASURE, make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import Search, search, smallest
+from packtrain.design.shape import StepShape
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
 from packtrain.models import transformer

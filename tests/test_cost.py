@@ -17,8 +17,9 @@ from packtrain.dtypes import BLOCK_TYPES, f32
 from packtrain.graph import Graph
 from packtrain.kernels.runtime import multiplies
 from packtrain.ops import costs
-from packtrain.placing import Step, place
+from packtrain.placing import place
 from packtrain.speed import Timing, layers, measured, probes
+from packtrain.steps import Step
 from packtrain.tensor import OPS, Tensor, input, weight
 
 Q8_0 = BLOCK_TYPES["q8_0"]

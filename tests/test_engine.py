@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from packtrain.backends import aligned, cpu
-from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, StepShape, make_plans
+from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, make_plans
+from packtrain.design.shape import StepShape
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.cache import Cells

@@ -9,7 +9,8 @@ import pytest
 import packtrain as pt
 from packtrain import Graph, GraphError, debug, differentiate, make_plan, ops, place
 from packtrain.backends import Target
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
+from packtrain.design.shape import StepShape
 from packtrain.dtypes import i32
 from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW

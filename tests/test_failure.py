@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
+from packtrain.design.shape import StepShape
 from packtrain.optim import AdamW, training
 from packtrain.stop import stop_on_signals
 from packtrain.training.engine import IN_A_ROW, Engine, NotFinite

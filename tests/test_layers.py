@@ -43,18 +43,20 @@ LAYERS = {
     "interpreting": "dtypes tensor graph",
     "backends": "errors dtypes tensor kernels ops",
     "copies": "tensor graph ops backends",
-    "placing": "dtypes tensor graph ops backends copies",
+    "steps": "tensor ops backends",
+    "overlap": "tensor graph ops backends copies steps",
+    "placing": "dtypes tensor graph ops backends copies steps overlap",
     "debug": "errors",
     "stop": "",
     "memory": "errors",
     "packing": "kernels",
-    "planning": "backends dtypes tensor graph packing placing words",
+    "planning": "backends dtypes tensor graph packing steps placing words",
     "picture": "planning words",
-    "observe": "backends dtypes tensor debug placing planning",
-    "repeating": "backends debug placing",
-    "run": "errors backends dtypes tensor debug placing planning observe repeating",
-    "cost": "tensor ops placing",
-    "speed": "backends dtypes tensor graph kernels ops placing run cost",
+    "observe": "backends dtypes tensor debug steps placing planning",
+    "repeating": "backends debug placing planning",
+    "run": "errors backends dtypes tensor debug steps placing planning observe repeating",
+    "cost": "tensor ops steps placing",
+    "speed": "backends dtypes tensor graph kernels ops steps placing run cost",
     "recompute": "backends graph ops placing packing planning tensor cost",
     "checking": "backends dtypes tensor graph kernels quant ops grad optim interpreting placing run words",
     "models": "words types dtypes errors tensor ops gguf quant tokenizer",
@@ -71,8 +73,8 @@ LAYERS = {
     "beams": "context generation tokenizer",
     "embedding": "context errors models words",
     "watch": "errors events words files settings memory planning",
-    "design": "errors ranks child words files dtypes tensor graph ops optim placing packing planning memory kernels"
-    " cost speed recompute models context watch version backends",
+    "design": "errors ranks child words files dtypes tensor graph ops optim steps placing packing planning memory"
+    " kernels cost speed recompute models context watch version backends",
     "training": "child ranks errors events words files settings dtypes tensor graph optim placing planning run memory"
     " stop kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
     "serving": "errors words template samples tokenizer models sampling grammar context generation embedding watch"
@@ -82,8 +84,8 @@ LAYERS = {
     "tasks": "ranks version errors events words files settings types dtypes graph placing cost planning picture run"
     " memory kernels quant gguf tokenizer corpus samples serving models flash merging grammar sampling context"
     " generation drafting answers beams embedding template watch design training backends",
-    "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
-    " models generation design training tasks version errors",
+    "benching": "child events dtypes tensor graph ops optim steps placing cost run speed memory kernels quant gguf"
+    " tokenizer models generation design training tasks version errors",
     "library": "events settings tasks design training",
     "commands": "ranks errors events words files settings dtypes tensor graph placing planning picture run memory"
     " stop kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template"

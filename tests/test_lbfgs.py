@@ -10,7 +10,8 @@ import pytest
 import packtrain as pt
 from packtrain import ops
 from packtrain.cli import main
-from packtrain.design.plans import MICRO, UPDATE, StepShape, make_plans
+from packtrain.design.plans import MICRO, UPDATE, make_plans
+from packtrain.design.shape import StepShape
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.optim import LBFGS, AdamW, accumulating, updating

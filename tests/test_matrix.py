@@ -11,9 +11,10 @@ import pytest
 from packtrain.cost import Rates
 from packtrain.design.depth import even, reached, with_blocks
 from packtrain.design.drafts import Drafts
-from packtrain.design.plans import STEP, Base, StepShape, build_graph, leaves
+from packtrain.design.plans import STEP, build_graph, leaves
 from packtrain.design.request import Request
 from packtrain.design.search import Search, search
+from packtrain.design.shape import Base, StepShape
 from packtrain.dtypes import DTYPES
 from packtrain.models.lora import Lora
 from packtrain.optim import AdamW

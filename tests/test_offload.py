@@ -14,9 +14,10 @@ from packtrain import Graph, differentiate, make_plan, place
 from packtrain.backends import Backend, Target, backend, cpu
 from packtrain.cli import main
 from packtrain.cost import Rates
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import Search, search
+from packtrain.design.shape import StepShape
 from packtrain.design.table import choices, put_away_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import Config

@@ -11,7 +11,8 @@ import pytest
 
 from packtrain import ops
 from packtrain.design.forms import candidates
-from packtrain.design.plans import MICRO, UPDATE, Base, StepShape, make_plans, runs
+from packtrain.design.plans import MICRO, UPDATE, make_plans, runs
+from packtrain.design.shape import Base, StepShape
 from packtrain.dtypes import bf16
 from packtrain.gguf import GGUF
 from packtrain.graph import Graph

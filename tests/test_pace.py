@@ -5,7 +5,8 @@ import pytest
 
 from packtrain.design import pace
 from packtrain.design.pace import STEPS, learnt, seen
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
+from packtrain.design.shape import StepShape
 from packtrain.design.table import text
 from packtrain.optim import SGD
 from tests.models import CONFIG

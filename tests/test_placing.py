@@ -10,13 +10,15 @@ import pytest
 import packtrain as pt
 from packtrain import backends, kernels, ops
 from packtrain.backends import HOST, Backend, Host, Target
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
+from packtrain.design.shape import StepShape
 from packtrain.dtypes import i32
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
 from packtrain.optim.adamw import opt_step_adamw
-from packtrain.placing import Placed, Step, place
+from packtrain.placing import Placed, place
+from packtrain.steps import Step
 from packtrain.tensor import Call, Kernel, Op, Tensor
 from packtrain.training.engine import Engine
 from tests import checks, plan_checks

@@ -20,7 +20,8 @@ from packtrain.backends.torch import Apart
 from packtrain.cli import main
 from packtrain.cost import Rates
 from packtrain.design import sharing
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
+from packtrain.design.shape import StepShape
 from packtrain.design.table import rows
 from packtrain.gguf import GGUF
 from packtrain.models.config import Config
@@ -33,6 +34,7 @@ from packtrain.tensor import input, weight
 from packtrain.training import sums
 from packtrain.training.state import load
 from packtrain.watch import metrics
+from tests import hosts
 from tests.kill import KINDS, prepare_base, words
 from tests.ranked import FEW, by_hand, close, done, errors, same, train
 
@@ -107,6 +109,19 @@ def test_two_and_four_ranks_train_as_one_and_with_the_same_bits_each_time(folder
 
 
 @pytest.mark.torch
+@pytest.mark.skipif(not hosts.possible(), reason="needs network namespaces")
+def test_two_hosts_have_the_bits_of_two_processes_of_one(folder):
+    """Network namespaces, each with an address of its own, and a link between them."""
+    asked = ["--iters", "20", "--steps-per-eval", "10", "--grad-accumulation-steps", "2"]
+    with hosts.hosts(2) as two:
+        started = by_hand(train(folder, "apart", *asked), [], [], on=two)
+        ends = [one.communicate(timeout=120)[1] for one in started]
+        assert [one.returncode for one in started] == [0, 0], ends
+    done(train(folder, "beside", *asked, "--nproc", "2"))
+    same(folder, "apart", "beside")
+
+
+@pytest.mark.torch
 def test_ranks_on_pytorch_train_as_one(folder):
     """Also in a memory that the host does not look at, as a GPU's."""
     asked = ["--iters", "50", "--steps-per-eval", "50", "--memory", "700MiB"]
@@ -119,6 +134,22 @@ def test_ranks_on_pytorch_train_as_one(folder):
         end = metrics.read(folder / f"{name}.run/metrics.jsonl")[-1]
         assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 700 << 20
     same(folder, "torches", "shares")  # a second run, and one that shares out the moments
+
+
+@pytest.mark.torch
+def test_a_model_over_two_memories_is_trained_by_two_ranks_as_by_one(folder):
+    """Its first block on the cpu, its last on a device that the cpu plays: with kernels of either kind."""
+    asked = ["--iters", "50", "--steps-per-eval", "50", "--grad-accumulation-steps", "2"]
+    asked += ["--layers", "2", "--gpu-layers", "1", "--device"]
+    for number, (device, ways) in enumerate({"cpu:1": "01", "torch:cpu:1": "2"}.items()):
+        done(train(folder, f"parted{number}", *asked, device))
+        for zero in ways:
+            name = f"parted{number}{zero}"
+            done(train(folder, name, *asked, device, "--nproc", "2", "--zero", zero))
+            close(folder, f"parted{number}", name, 50)
+            told = json.loads((folder / f"{name}.run/plan.json").read_text())
+            assert {s for splits in told["splits"] for s in splits} == {"host", device}
+    same(folder, "parted00", "parted01")
 
 
 @pytest.mark.torch

@@ -7,8 +7,9 @@ import pytest
 
 from packtrain import Graph, backends, input, kernels, ops, place
 from packtrain.checking.running import run
-from packtrain.design.plans import EVALUATE, STEP, Base, StepShape, build_graph, make_plans
+from packtrain.design.plans import EVALUATE, STEP, build_graph, make_plans
 from packtrain.design.search import Search, search
+from packtrain.design.shape import Base, StepShape
 from packtrain.dtypes import bf16
 from packtrain.models.lora import Lora
 from packtrain.optim import AdamW

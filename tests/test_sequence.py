@@ -289,7 +289,8 @@ def test_what_comes_later_has_a_buffer_of_its_own() -> None:
 
 def test_a_plan_of_training_counts_what_is_allocated() -> None:
     """Leaves, rounded up as they are in their buffer; the arena; constants."""
-    from packtrain.design.plans import StepShape, make_plans
+    from packtrain.design.plans import make_plans
+    from packtrain.design.shape import StepShape
     from packtrain.optim import AdamW
     from packtrain.training.engine import Engine
     from tests.models import CONFIG

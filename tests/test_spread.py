@@ -15,7 +15,7 @@ import packtrain as pt
 from packtrain import backends, kernels
 from packtrain.backends import Aside
 from packtrain.cli import main
-from packtrain.design.plans import StepShape
+from packtrain.design.shape import StepShape
 from packtrain.design.spread import spread
 from packtrain.errors import InputError
 from packtrain.models.config import Config

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from packtrain.corpus import Tokens
-from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.plans import make_plans
+from packtrain.design.shape import StepShape
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.optim import AdamW

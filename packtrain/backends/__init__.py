@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from packtrain.backends.host import BACKENDS, HOST, Aside, Backend, Host, aligned
+from packtrain.backends.host import BACKENDS, HOST, Aside, Backend, Host, Made, aligned
 from packtrain.backends.target import CPU, Target
 from packtrain.errors import InputError
 
@@ -13,6 +13,7 @@ __all__ = [
     "Aside",
     "Backend",
     "Host",
+    "Made",
     "Target",
     "aligned",
     "backend",

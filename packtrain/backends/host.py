@@ -1,6 +1,6 @@
 """What a backend is, and those of the host: NumPy arrays in ordinary memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +51,17 @@ class Backend(Protocol):
     ) -> tuple[Spec, ...]:
         """What that kernel needs while it runs, beside inputs and results."""
 
+    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
+        """Bytes of its space beside arenas and leaves: what such calls take while they run, one after the other and
+        again and again, and by how much more than was asked for buffers of these sizes get."""
+
+    def reserve(self, made: Iterable[Made]) -> None:
+        """Take that now, as far as it can be taken before."""
+
+    @property
+    def taken(self) -> int | None:
+        """The most bytes of its space that this process had so far, if the backend knows."""
+
     # ---- memory
     def alloc(self, nbytes: int) -> Any:
         """A buffer of zeros that begins at a multiple of `alignment`."""
@@ -83,6 +94,21 @@ class Backend(Protocol):
     def sync(self) -> None:
         """Wait until all work is done."""
 
+    # ---- copies beside its kernels
+    @property
+    def streams(self) -> bool:
+        """Whether it can copy between its space and another while its kernels run."""
+
+    def begin(self, to: Any, given: Any, other: "Backend") -> None:
+        """Begin to copy a dense array to another like it: one is its own, the other of `other`. It is read when
+        the kernels called before are done, on both sides, and neither is touched until `arrived` returns."""
+
+    def arrived(self) -> None:
+        """Wait until the copies that it began are done."""
+
+    def lock(self, buffer: Any) -> None:
+        """Let a buffer of the process's own memory be copied from and to without a detour, as long as it is there."""
+
     def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
         """Calls that have been run once, of one plan and one after the other, as ones that do the same, perhaps with
         less work of the host, or `later`. None: it copies from another memory. Addresses always have the same array."""
@@ -105,6 +131,16 @@ class Host:
     ) -> tuple[Spec, ...]:
         rule = op.workspaces.get(self.name)
         return rule(*inputs, **attrs) if rule else ()
+
+    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
+        return 0
+
+    def reserve(self, made: Iterable[Made]) -> None:
+        """Workspaces are all that kernels need."""
+
+    @property
+    def taken(self) -> int | None:
+        return None
 
     def alloc(self, nbytes: int) -> np.ndarray:
         raw = np.zeros(nbytes + self.alignment, np.uint8)
@@ -143,6 +179,19 @@ class Host:
 
     def sync(self) -> None:
         """Kernels of the host are done when they return."""
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+    def begin(self, to: Any, given: Any, other: "Backend") -> None:
+        raise NotImplementedError(f"{self.name} copies nothing beside its kernels")
+
+    def arrived(self) -> None:
+        """Nothing was begun."""
+
+    def lock(self, buffer: Any) -> None:
+        """Its memory needs no other."""
 
     def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
         return calls

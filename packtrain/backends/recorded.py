@@ -19,11 +19,28 @@ FAILED = set[
     str
 ]()  # devices on which a stretch could not be recorded; the others then stay as they are
 POOLS: dict[str, Any] = {}
+ROOMS: dict[
+    str, int
+] = {}  # bytes of what kernels make at once, by device; of each of its two pools
 
 
 def cuda_of(device: str) -> Any:
     """What records for the device; None: nothing does."""
     return torch.cuda if device.startswith("cuda") else None
+
+
+def make_room(device: str, nbytes: int) -> None:
+    """Let the allocator's pool have a segment for so many bytes, if it has none."""
+    if nbytes > ROOMS.get(device, -1):
+        ROOMS[device] = nbytes
+        fill_pool(device, nbytes)
+
+
+def fill_pool(device: str, nbytes: int) -> None:
+    """What stays comes first, the workspaces of products; a segment of the size of a tensor is kept when that goes."""
+    x = torch.ones(8, 8, device=device)
+    torch.addmm(x[0], x, x)
+    torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def recorded(device: str, calls: Sequence[Run], alone: Sequence[bool]) -> list[Run]:
@@ -50,10 +67,13 @@ def _recorded(device: str, calls: Sequence[Run]) -> Run | None:
         return None
     try:
         with cuda.device(device):
-            if device not in POOLS:
+            fresh = device not in POOLS
+            if fresh:
                 POOLS[device] = cuda.graph_pool_handle()
             graph, pool = cuda.CUDAGraph(), POOLS[device]
             with cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                if fresh:
+                    fill_pool(device, ROOMS.get(device, 0))
                 for call in calls:
                     call()
     except RuntimeError as error:

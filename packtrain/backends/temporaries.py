@@ -5,6 +5,7 @@ import weakref
 from functools import cache
 from typing import Any, NamedTuple
 
+from packtrain.backends.caching import Trace
 from packtrain.backends.host import Inputs
 from packtrain.dtypes import Dtype, bf16, u8
 from packtrain.ops.torch import ASKED, Blocks, torch
@@ -18,10 +19,16 @@ FROM_HOST = (
 
 
 class Measured(NamedTuple):
-    """nbytes: of the tensors that it makes, at once; alone: whether it never looks at values nor brings any."""
+    """What a kernel does while it runs.
+
+    nbytes  of the tensors that it makes, at once
+    alone   whether it never looks at values nor brings any
+    trace   what it makes and drops, in order
+    """
 
     nbytes: int
     alone: bool
+    trace: Trace
 
 
 KNOWN: dict[Any, Measured] = {}
@@ -54,23 +61,23 @@ def measured(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Measure
 def _measured(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Measured:
     """On tensors without values; with them, zeros, if the kernel looks at values."""
     try:
-        nbytes, needs = _watched(op, inputs, attrs)
+        made, needs = _watched(op, inputs, attrs)
         if needs:  # a table of a kernel's is brought once, and kept
             _, needs = _watched(op, inputs, attrs)
     except (RuntimeError, NotImplementedError):
-        return Measured(_run(op, inputs, attrs, "cpu"), False)
-    return Measured(nbytes, not needs)
+        made, needs = _run(op, inputs, attrs, "cpu"), 1
+    return Measured(made.most, not needs, tuple(made.trace))
 
 
-def _watched(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of what it makes, and how often it looks at values or brings some."""
+def _watched(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Any, int]:
+    """A meter of what it makes, and how often it looks at values or brings some."""
     before = ASKED["times"]
     with bringing()() as brought:
-        nbytes = _run(op, inputs, attrs, "meta")
-    return nbytes, ASKED["times"] - before + brought.times
+        made = _run(op, inputs, attrs, "meta")
+    return made, ASKED["times"] - before + brought.times
 
 
-def _run(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], device: str) -> int:
+def _run(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], device: str) -> Any:
     given = [t and empty(t.spec, t.strides, device) for t in inputs]
     ruled = op.rule(*inputs, **attrs)
     specs = ruled if isinstance(ruled, tuple) else (ruled,)
@@ -81,7 +88,7 @@ def _run(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], device: str) -
         op.kernels["torch"].run(
             results if len(results) > 1 or op.writes else results[0], *given, **attrs
         )
-    return int(count.most)
+    return count
 
 
 def empty(spec: Spec, strides: tuple[int, ...], device: str) -> Any:
@@ -116,13 +123,15 @@ def bringing() -> Any:
 
 @cache
 def meter() -> Any:
-    """A context that counts the bytes of storages that operations in it make: `now`, and `most` at once."""
+    """A context that counts the bytes of storages that operations in it make: `now`, and `most` at once; `trace` has
+    each that is made and dropped."""
 
     class Meter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.now = self.most = 0
             self.known = set[int]()
+            self.trace, self.made = list[int](), 0
 
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -139,11 +148,15 @@ def meter() -> Any:
             self.now += nbytes
             self.most = max(self.most, self.now)
             self.known.add(id(storage))
-            weakref.finalize(storage, self._drop, id(storage), nbytes)
+            number = self.made if nbytes else None
+            self.trace += [nbytes] * bool(nbytes)
+            self.made += bool(nbytes)
+            weakref.finalize(storage, self._drop, id(storage), nbytes, number)
 
-        def _drop(self, name: int, nbytes: int) -> None:
+        def _drop(self, name: int, nbytes: int, number: int | None) -> None:
             self.now -= nbytes
             self.known.discard(name)
+            self.trace += [] if number is None else [-1 - number]
 
     return Meter
 

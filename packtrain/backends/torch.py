@@ -5,9 +5,10 @@ PyTorch is loaded when a device of these is asked for. Kernels are those that op
 
 import ctypes
 import mmap
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from packtrain import kernels
+from packtrain.backends import streams
+from packtrain.backends.caching import CONFIG, Trace, buffers_nbytes, pool_nbytes, room_nbytes
 from packtrain.backends.host import Backend, Host, Inputs, Made, Run, aligned
-from packtrain.backends.recorded import recorded
-from packtrain.backends.temporaries import measured, temporaries, torch_name, torch_type
+from packtrain.backends.recorded import cuda_of, make_room, recorded
+from packtrain.backends.temporaries import Measured, measured, temporaries, torch_name, torch_type
 from packtrain.dtypes import DTYPES, NUMPY, Dtype, bf16, f64
 from packtrain.errors import InputError
 from packtrain.ops.torch import Blocks, torch
@@ -188,7 +191,25 @@ class Apart:
     def workspaces(
         self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
     ) -> tuple[Spec, ...]:
-        return reserved(op, inputs, attrs)
+        return ()  # PyTorch has a pool for what kernels make
+
+    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
+        found = [measured(*one) for one in made if NAME in one[0].kernels]
+        if self.device == "cpu":  # malloc keeps nothing
+            return max((one.nbytes for one in found), default=0)
+        times = 1 if cuda_of(self.device) is None else 2  # graphs have a pool of their own
+        own = times * pool_nbytes(traces_of(found)) if found else 0
+        return own + buffers_nbytes(buffers) - sum(buffers)
+
+    def reserve(self, made: Iterable[Made]) -> None:
+        if cuda_of(self.device) is not None:
+            found = traces_of(measured(*one) for one in made if NAME in one[0].kernels)
+            make_room(self.device, room_nbytes(found))
+
+    @property
+    def taken(self) -> int | None:
+        cuda = cuda_of(self.device)
+        return None if cuda is None else int(cuda.max_memory_reserved(self.device))
 
     def alloc(self, nbytes: int) -> Any:
         whole = aligned(nbytes, self.alignment)
@@ -244,10 +265,27 @@ class Apart:
         elif self.device == "mps":
             torch.mps.synchronize()
 
+    @property
+    def streams(self) -> bool:
+        return cuda_of(self.device) is not None
+
+    def begin(self, to: Any, given: Any, other: Backend) -> None:
+        streams.begin(self.device, raw_of(seen(to)), raw_of(seen(given)))
+
+    def arrived(self) -> None:
+        streams.arrived(self.device)
+
+    def lock(self, buffer: Any) -> None:
+        streams.lock(self.device, buffer)
+
     def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
-        return recorded(
-            self.device, calls, [one is not None and measured(*one).alone for one in made]
-        )
+        alone = [one is not None and measured(*one).alone for one in made]
+        return recorded(self.device, calls, alone)
+
+
+def traces_of(found: Iterable[Measured]) -> tuple[Trace, ...]:
+    """What calls make and drop, each once."""
+    return tuple(dict.fromkeys(one.trace for one in found))
 
 
 # ---- devices by name -----------------------------------------------------------------------------------------
@@ -262,6 +300,8 @@ class _Asked(dict[str, Backend]):
                 f"--device {name} needs PyTorch: pip install torch (or packtrain with its extra: packtrain[torch])"
             )
         kind, _, number = name.removeprefix("torch:").partition(":")
+        for variable, value in CONFIG.items() if kind == "cuda" else ():
+            os.environ.setdefault(variable, value)
         if not _there(kind, int(number or 0)):
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
         _warm()

@@ -13,8 +13,8 @@ from packtrain.benching.training import Training
 from packtrain.cost import cost_of, moved
 from packtrain.dtypes import f32
 from packtrain.ops.costs import Cost
-from packtrain.placing import Step
 from packtrain.run import Executor
+from packtrain.steps import Step
 from packtrain.tensor import Tensor
 
 # floating-point operations of a unit of work, see ops.costs.Cost; what only lays out values has none

@@ -8,10 +8,11 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.benching.timing import Stepped, stepping
-from packtrain.design.plans import STEP, Base, StepShape, make_plans, packed_types
+from packtrain.design.plans import STEP, make_plans, packed_types
 from packtrain.design.rates import rates_apart
 from packtrain.design.request import Request
 from packtrain.design.search import search, unlimited
+from packtrain.design.shape import Base, StepShape
 from packtrain.errors import InputError
 from packtrain.memory import private_nbytes
 from packtrain.models import transformer

@@ -11,9 +11,10 @@ from functools import cache
 
 from packtrain.backends import HOST
 from packtrain.child import ask
-from packtrain.design.plans import Plans, StepShape
+from packtrain.design.plans import Plans
 from packtrain.design.request import Request
 from packtrain.design.search import search, smallest, unlimited
+from packtrain.design.shape import StepShape
 from packtrain.design.table import choices, rows
 from packtrain.memory import private_nbytes, settle
 from packtrain.planning import size_text

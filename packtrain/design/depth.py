@@ -6,7 +6,8 @@ Returns for a StepShape one with fewer blocks, in which the same tensors are tra
 from dataclasses import replace
 from functools import cache
 
-from packtrain.design.plans import Base, StepShape, passed_over
+from packtrain.design.plans import passed_over
+from packtrain.design.shape import Base, StepShape
 from packtrain.models import transformer
 from packtrain.models.config import Config
 

@@ -18,12 +18,10 @@ from packtrain.design.estimate import (
 )
 from packtrain.design.forms import CHUNKS
 from packtrain.design.plans import (
-    CHUNK,
     EVALUATE,
     MEASURE,
     MICRO,
     UPDATE,
-    StepShape,
     blocks_in,
     build_graph,
     counted,
@@ -36,6 +34,7 @@ from packtrain.design.plans import (
     runs,
 )
 from packtrain.design.request import CALL_NBYTES, Request
+from packtrain.design.shape import CHUNK, StepShape
 from packtrain.models.config import Config
 from packtrain.optim import Optimizer
 from packtrain.placing import place
@@ -101,6 +100,7 @@ class Drafts:
             sum(part.calls for part in every),
             inside.calls,
             sum(count * parts[name].seconds for name, count in runs(shape).items()),
+            max(part.pool for part in every),
         )
 
     def _graph(self, name: str, shape: StepShape) -> GraphEstimate:
@@ -166,7 +166,8 @@ class Drafts:
         """The shape with everything kept, without building it."""
         sizes = self.sizes(shape)
         arena = max(sizes.arena, sizes.beside)
-        return Draft(shape, self._nbytes(shape, sizes, 0) + int(arena), sizes.seconds)
+        nbytes = self._nbytes(shape, sizes, 0) + self._given(sizes, int(arena))
+        return Draft(shape, nbytes, sizes.seconds)
 
     def draft(self, shape: StepShape) -> Draft:
         """The shape with its recomputation, its blocks built."""
@@ -174,12 +175,17 @@ class Drafts:
         seconds = sizes.seconds + repeats(shape) * found.seconds
         arena = max(found.arena, int(sizes.beside))
         again = passes(shape) * found.calls
-        return Draft(shape, self._nbytes(shape, sizes, again) + arena, seconds)
+        return Draft(shape, self._nbytes(shape, sizes, again) + self._given(sizes, arena), seconds)
+
+    def _given(self, sizes: StepEstimate, arena: int) -> int:
+        """Bytes of the arena, and by how much it and the leaves get more than they need."""
+        backend = next((b for b in self.request.target.every if b.space == self.space), None)
+        return arena + (0 if backend is None else backend.pool((), (int(sizes.leaves), arena)))
 
     def _nbytes(self, shape: StepShape, sizes: StepEstimate, again: int) -> int:
         """Bytes of everything but the arena, with `again` recomputed calls."""
         calls = int(sizes.calls) + again
-        kept = self.request.before(self.space) + int(sizes.leaves)
+        kept = self.request.before(self.space) + int(sizes.leaves) + int(sizes.pool)
         if self.space != HOST:
             return kept
         return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls)

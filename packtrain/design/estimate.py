@@ -11,22 +11,17 @@ from packtrain import cost
 from packtrain.backends import HOST
 from packtrain.cost import Rates
 from packtrain.design.depth import reached, with_blocks
-from packtrain.design.plans import (
-    BOUND_NBYTES,
-    STEP,
-    StepShape,
-    blocks_in,
-    build_graph,
-    lasting,
-    leaves,
-)
+from packtrain.design.plans import BOUND_NBYTES, STEP, blocks_in, build_graph, lasting, leaves
 from packtrain.design.request import CALL_NBYTES, Request
+from packtrain.design.shape import StepShape
 from packtrain.ops import linear_cross_entropy as HEAD
 from packtrain.optim import Optimizer
 from packtrain.packing import lower_bound
-from packtrain.placing import Placed, Step
+from packtrain.placing import Placed
 from packtrain.planning.lifetimes import columns, storages
+from packtrain.planning.plan import pool_nbytes
 from packtrain.recompute import ALIGNMENT, NEVER, Built, Chain, Choice, Like, aligned
+from packtrain.steps import Step
 from packtrain.tensor import Spec, Tensor
 
 TOGETHER = 32  # ways to run a block measured in one graph
@@ -34,12 +29,14 @@ TOGETHER = 32  # ways to run a block measured in one graph
 
 @dataclass(frozen=True, slots=True)
 class GraphEstimate:
-    """Measurements of a graph: lower bound of its arena, seconds of a run, its calls, its weights and states."""
+    """Measurements of a graph: lower bound of its arena, seconds of a run, its calls, its weights and states, and what
+    its kernels take beside."""
 
     arena: int
     seconds: float
     calls: int
     leaves: Mapping[str, Tensor]
+    pool: int = 0
 
 
 class StepEstimate(NamedTuple):
@@ -47,6 +44,7 @@ class StepEstimate(NamedTuple):
 
     beside   the largest arena of its other graphs
     calls    of all graphs; `inside`: of the one with its blocks
+    pool     what kernels take beside their workspaces
     """
 
     leaves: float
@@ -55,6 +53,7 @@ class StepEstimate(NamedTuple):
     calls: float
     inside: float
     seconds: float
+    pool: float
 
 
 def estimated(placed: Placed, rates: Rates, space: str) -> GraphEstimate:
@@ -73,8 +72,8 @@ def by_chunk(
         at for at, one in enumerate(stored) if (one.op, one.category) == (HEAD.name, "workspace")
     ]
     heads = [step for step in placed.steps if step.op is HEAD]
-    others = (step for step in placed.steps if step.op is not HEAD)
-    seconds = sum(cost.call_seconds(step, rates, read) for step in others)
+    rest = [step for step in placed.steps if step.op is not HEAD]
+    seconds = sum(cost.call_seconds(step, rates, read) for step in rest)
     found = dict[int, GraphEstimate]()
     for chunk in chunks:
         cut = [_with_chunk(step, chunk) for step in heads]
@@ -82,7 +81,8 @@ def by_chunk(
             size[work] = [aligned(spec) for step in cut for spec in step.workspaces]
         arena, _ = lower_bound(start, end, size)
         whole = seconds + sum(cost.call_seconds(step, rates, read) for step in cut)
-        found[chunk] = GraphEstimate(arena, whole, len(placed.graph.calls), lasting(placed))
+        pool = pool_nbytes((*rest, *cut), space)
+        found[chunk] = GraphEstimate(arena, whole, len(placed.graph.calls), lasting(placed), pool)
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from packtrain.design.plans import CHUNK, StepShape
+from packtrain.design.shape import CHUNK, StepShape
 
 CHUNKS = (CHUNK, 64, 16)
 # most micro-batches of a graph, and blocks counted for each: building it takes time

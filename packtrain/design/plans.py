@@ -5,28 +5,25 @@ Nothing is allocated here. All plans share the leaves, by name, and one arena.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from typing import get_args
 
 from packtrain import cost
 from packtrain.backends import CPU, HOST, Target, aligned
+from packtrain.design.shape import Base, StepShape
 from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.arch.architecture import LAYER_INPUTS, is_matrix
 from packtrain.models.config import Config
-from packtrain.models.distill import Distill
-from packtrain.models.lora import EMBEDDING, SUFFIXES
-from packtrain.models.preference import Preference
-from packtrain.optim import Optimizer, Share, accumulating, applying, measuring, training, updating
+from packtrain.models.lora import EMBEDDING
+from packtrain.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.placing import Placed, place
 from packtrain.planning import Plan, make_plan
 from packtrain.ranks import rooms_nbytes
-from packtrain.recompute import AWAY, Built, Choice
+from packtrain.recompute import AWAY, Built
 from packtrain.tensor import GraphError, Role, Tensor
 
-CHUNK = 256  # default number of tokens of the loss head at a time
 LOOP_NBYTES = 7 << 19  # progress line, metrics and files of the loop; measured up to 3.2 MiB
 THREADS_NBYTES = 1 << 20  # of the threads that exchange with other processes: stacks and heaps
 PASSING = 2  # such leaves at a time
@@ -34,88 +31,6 @@ BOUND_NBYTES = 800  # bytes of an executor for each call, measured
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 Name = str | int  # of a graph; a number for graphs that generate samples: tokens per run
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The model file that a run starts from. Frozen tensors are read in place from the file.
-
-    types   of the file's matrices by name, for frozen ones
-    masters type of trained matrices; vectors and LoRA adapters are f32
-    frozen  name patterns of frozen tensors; with LoRA, only the adapters are trained
-    last    train only the last N blocks and nothing else; 0: no limit
-    strict  --memory also counts bytes mapped from the file
-    """
-
-    types: tuple[tuple[str, Dtype], ...]
-    frozen: tuple[str, ...] = ()
-    last: int = 0
-    strict: bool = False
-    masters: Dtype = f32
-
-    def trains(self, config: Config, leaf: Tensor) -> bool:
-        """Whether a weight of the model is trained."""
-        name = leaf.label
-        if leaf.role != "weight":
-            return False
-        if config.lora is not None:
-            return name.endswith(SUFFIXES)
-        first = config.block_count - self.last if self.last else 0
-        reached = int(name.split(".")[1]) >= first if name.startswith("blk.") else not self.last
-        return reached and not any(fnmatchcase(name, p) for p in self.frozen)
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What a step computes: rows × time tokens in each of `micros` micro-batches.
-
-    chunk       tokens of the loss head at a time
-    keep        activations kept for the backward pass; None: everything
-    two_passes  clip by global norm with a first pass that only measures it, so that no two gradients are stored
-    layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
-    evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
-    ranks       processes that do the same on other rows and add their gradients before the update
-    share       number of this process among those that share out the moments; None: it has all
-    scatter     and the sums of gradients, too
-    base        the model file that is tuned; None: train a new model
-    max_norm    clip gradients to this global norm, and then each of their values to `max_value`
-    distill     what a teacher has to say counts, too
-    preference  the loss of pairs of answers, of which a row has at most `pairs`; None: of the next token
-    """
-
-    config: Config
-    rows: int
-    time: int
-    micros: int = 1
-    max_norm: float | None = None
-    evaluate: bool = True
-    chunk: int = CHUNK
-    keep: Choice | None = None
-    two_passes: bool = False
-    layered: bool = False
-    evaluations: int = 1
-    ranks: int = 1
-    share: Share | None = None
-    scatter: bool = False
-    base: Base | None = None
-    max_value: float | None = None
-    preference: Preference | None = None
-    pairs: int = 0
-    distill: Distill | None = None
-
-    @property
-    def clipping(self) -> dict[str, float | None]:
-        return {"max_norm": self.max_norm, "max_value": self.max_value}
-
-    @property
-    def apart(self) -> bool:
-        """Whether the update is a graph of its own, whatever the number of micro-batches."""
-        return self.evaluations > 1 or self.ranks > 1
-
-    @property
-    def positions(self) -> int:
-        """Positions of a step on this rank, including padding."""
-        return self.rows * self.time * self.micros
 
 
 @dataclass(frozen=True)
@@ -234,7 +149,21 @@ class Plans:
         constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
         beside = self.loop_nbytes if space == HOST else constants
         arena, rooms = self.largest_in(space).arena(space), rooms_nbytes(self.shape.ranks, space)
-        return leaves + arena.nbytes + beside + rooms
+        return leaves + arena.nbytes + beside + rooms + self.pool_nbytes(space)
+
+    def pool_nbytes(self, space: str) -> int:
+        """What kernels take of a space beside their workspaces, and buffers beside what they hold."""
+        kernels = max(plan.arena(space).pool_nbytes for plan in self.plans.values())
+        backend = next((b for b in self.target.every if b.space == space), None)
+        return kernels if backend is None else kernels + backend.pool((), self._buffers(space))
+
+    def _buffers(self, space: str) -> list[int]:
+        """Sizes of what a session has there: what was copied from a file, other leaves and constants, the arena."""
+        here = [leaf for leaf in self.leaves.values() if self.target.home(leaf).space == space]
+        mapped = [leaf.spec.nbytes for leaf in here if is_mapped(self.shape, leaf)]
+        kept = held_nbytes((leaf for leaf in here if not is_mapped(self.shape, leaf)), self.target)
+        constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
+        return [*mapped, kept + constants, self.largest_in(space).arena(space).nbytes]
 
     def seconds(self, rates: cost.Rates) -> float:
         """Expected time of one training step."""

@@ -7,7 +7,8 @@ from packtrain.backends import CPU, HOST, Target, cpu
 from packtrain.context import Cache, Sizes, placements
 from packtrain.cost import Rates
 from packtrain.design.loaded import Loaded
-from packtrain.design.plans import Name, Plans, StepShape, leaves, make_plans
+from packtrain.design.plans import Name, Plans, leaves, make_plans
+from packtrain.design.shape import StepShape
 from packtrain.optim import Optimizer
 from packtrain.placing import Placed
 from packtrain.recompute import ALWAYS, MAYBE, NEVER

@@ -13,14 +13,9 @@ from heapq import heapify, heappop, heappush
 from packtrain.design.depth import even, reached
 from packtrain.design.drafts import Draft, Drafts, repeats
 from packtrain.design.forms import CHUNKS, candidates, extremes
-from packtrain.design.plans import (
-    EVALUATE,
-    MEASURE,
-    MICRO,
-    StepShape,
-    blocks_in,
-)
+from packtrain.design.plans import EVALUATE, MEASURE, MICRO, blocks_in
 from packtrain.design.request import Request
+from packtrain.design.shape import StepShape
 from packtrain.optim import Optimizer, leaner
 from packtrain.recompute import (
     ALWAYS,
@@ -155,7 +150,9 @@ class Search(Drafts):
         worth = WORTH * (self._at_least(form) - self.request.before(self.space))  # at any limit
         for chunk in (form.chunk,) if fixed else CHUNKS:
             one = replace(form, chunk=chunk)
-            work = self.chain(one).head_work if self.inside(one) else int(self.sizes(one).arena)
+            sizes = self.sizes(one)
+            work = self.chain(one).head_work if self.inside(one) else int(sizes.arena)
+            work += int(sizes.pool)
             if work > head - worth:
                 continue
             head, found = work, self.fitted(one, limit, below)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from packtrain.backends import HOST, Backend, Target, backend, cpu
-from packtrain.design.plans import StepShape, leaves
+from packtrain.design.plans import leaves
 from packtrain.design.request import Request
 from packtrain.design.search import SLACK, Search
+from packtrain.design.shape import StepShape
 from packtrain.errors import InputError
 from packtrain.memory import parse_size
 

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from packtrain.backends import HOST
-from packtrain.design.plans import CHUNK, Plans, counted, held_nbytes, leaves, runs
+from packtrain.design.plans import Plans, counted, held_nbytes, leaves, runs
+from packtrain.design.shape import CHUNK
 from packtrain.planning import size_text
 from packtrain.ranks import rooms_nbytes
 from packtrain.watch.progress import clock, same_speed, speed_text
@@ -40,7 +41,12 @@ def as_data(
     }
     limits = plans.target.limits
     apart: dict[str, Any] = {
-        s: {"bytes": plans.nbytes_in(s), "limit": limits.get(s)} for s in plans.spaces
+        s: {
+            "bytes": plans.nbytes_in(s),
+            "pool_bytes": plans.pool_nbytes(s),
+            "limit": limits.get(s),
+        }
+        for s in plans.spaces
     }
     if apart:
         step = [plans.placed[name] for name in runs(plans.shape)]
@@ -74,6 +80,11 @@ def parts(plans: Plans, space: str = HOST) -> list[tuple[str, int, str]]:
         ),
         ("gradients", plans.nbytes_of("sum", space=space), "sums over micro-batches"),
         ("exchange", rooms_nbytes(plans.shape.ranks, space), "what processes send to each other"),
+        (
+            "pool",
+            plans.pool_nbytes(space),
+            "PyTorch's own, for what its kernels make while they run",
+        ),
     ]
     if space == HOST:
         found += [

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from packtrain.placing import Placed, Step
+from packtrain.placing import Placed
+from packtrain.steps import Step
 from packtrain.tensor import Tensor
 
 

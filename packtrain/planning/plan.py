@@ -1,7 +1,7 @@
 """Plan: where every byte of a run lives, as data that prints, compares, verifies and goes to JSON."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from packtrain.backends import HOST, aligned
 from packtrain.packing import height, lower_bound, pack
 from packtrain.placing import Placed
 from packtrain.planning.lifetimes import Storage, columns, in_one, storages
+from packtrain.steps import Step
 from packtrain.tensor import GraphError
 
 Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -40,7 +41,8 @@ class Buffer:
 class Arena:
     """An arena of a memory space: its bytes, the most bytes alive at once and when, and the bytes outside.
 
-    Weights, states and constants of a space count in its arena without a name, rounded up to the alignment.
+    Weights, states and constants of a space count in its arena without a name, rounded up to the alignment, and so does
+    what kernels take beside their workspaces (see Backend.pool).
     """
 
     space: str
@@ -51,6 +53,7 @@ class Arena:
     state_nbytes: int
     constant_nbytes: int
     name: str = ""
+    pool_nbytes: int = 0
 
     @property
     def place(self) -> Place:
@@ -63,7 +66,7 @@ class Arena:
 
     @property
     def outside(self) -> int:
-        return self.weight_nbytes + self.state_nbytes + self.constant_nbytes
+        return self.weight_nbytes + self.state_nbytes + self.constant_nbytes + self.pool_nbytes
 
     def __str__(self) -> str:
         where = f"{self.space}: arena {self.name}".rstrip()
@@ -177,12 +180,19 @@ def make_plan(
         offsets = packer(start, end, size) if reuse else np.cumsum(size) - size
         outside = _outside(placed, place, alignments[place[0]])
         bounds = height(size, offsets), *lower_bound(start, end, size)
-        made.append(Arena(place[0], *bounds, *outside, place[1]))
+        pool = 0 if place[1] else pool_nbytes(placed.steps, place[0])
+        made.append(Arena(place[0], *bounds, *outside, place[1], pool))
         for s, offset in zip(here, offsets.tolist(), strict=True):
             tensors = tuple(placed.names[t] for t in s.tensors)
             given = s.name, s.op, s.category, s.space, s.start, s.end, offset, s.nbytes, tensors
             buffers.append(Buffer(*given, s.arena))
     return Plan(placed.fingerprint, len(placed.steps), tuple(made), tuple(buffers))
+
+
+def pool_nbytes(steps: Iterable[Step], space: str) -> int:
+    """What the kernels of these steps take of a space beside their workspaces."""
+    there = [s for s in steps if s.backend.space == space and not s.alone]
+    return sum(b.pool(s.made for s in there if s.backend is b) for b in {s.backend for s in there})
 
 
 def _check_known(arenas: Mapping[str, str], found: list[Storage], placed: Placed) -> None:

@@ -5,8 +5,9 @@ It shares no code with the planner: neither lifetimes nor offsets are trusted.
 
 import numpy as np
 
-from packtrain.placing import Placed, Step
+from packtrain.placing import Placed
 from packtrain.planning.plan import Buffer, Place, Plan
+from packtrain.steps import ARRIVE, BEGIN, Step
 from packtrain.tensor import Tensor
 
 Extent = tuple[Place, int, int]  # arena, first unit, unit after the last
@@ -44,6 +45,7 @@ class _Replay:
         self.side = Beside()
         self.ids: dict[Tensor, int] = {}
         self.plan = plan
+        self.travelling: dict[Tensor, Tensor] = {}  # copies that have begun, and their sources
         self.used: dict[Buffer, tuple[int, int]] = {}  # first write, one past the last use
 
     def run(self) -> None:
@@ -56,12 +58,30 @@ class _Replay:
         for i, step in enumerate(self.placed.steps):
             for t in step.reads:
                 self._check_whole(i, t, f"step {i} {step.op.name} reads")
+            self._check_travelling(i, step)
             self._write(i, step, read)
             if self.placed.barriers is not None:
                 self._check_beside(i, step, read)
         for name, t in self.placed.graph.outputs.items():
             self._check_whole(len(self.placed.steps), t, f"output {name} reads")
+        if self.travelling:
+            raise PlanError(f"{', '.join(map(self._name, self.travelling))} never arrives")
         self._check_certificate()
+
+    def _check_travelling(self, i: int, step: Step) -> None:
+        """Until a copy has arrived, nobody reads it or writes its source; their bytes are checked when it does."""
+        who, written = f"step {i} {step.op.name}", {t.base for t in step.results}
+        if step.op is ARRIVE and self.travelling.pop(step.reads[0], None) not in [
+            t.base for t in step.reads[1:]
+        ]:
+            raise PlanError(f"{who}: {self._name(step.reads[0])} did not begin from its source")
+        for t, source in self.travelling.items():
+            if source in written or any(x.base is t for x in step.reads):
+                raise PlanError(
+                    f"{who} touches {self._name(t)} or its source, before it has arrived"
+                )
+        if step.op is BEGIN:
+            self.travelling[step.results[0]] = step.reads[0].base
 
     def _write(self, i: int, step: Step, read: set[Tensor]) -> None:
         who = f"step {i} {step.op.name}"

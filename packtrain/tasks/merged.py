@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from packtrain.design.plans import StepShape
+from packtrain.design.shape import StepShape
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.events import Events
 from packtrain.memory import private_nbytes, settle

@@ -15,9 +15,10 @@ from packtrain.cost import Rates
 from packtrain.design.budget import Say, enough, followed, minimum, planned
 from packtrain.design.loaded import loaded, needed
 from packtrain.design.pace import learnt, seen
-from packtrain.design.plans import Plans, StepShape, packed_types
+from packtrain.design.plans import Plans, packed_types
 from packtrain.design.rates import rates_apart
 from packtrain.design.request import ACTIVATIONS, Request
+from packtrain.design.shape import StepShape
 from packtrain.design.sharing import Shared, shared
 from packtrain.design.spread import AUTO
 from packtrain.design.table import as_data, parts, text

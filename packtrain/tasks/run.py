@@ -13,6 +13,7 @@ from typing import Any
 from packtrain import kernels
 from packtrain.context import Cache, Context, Sizes
 from packtrain.design.pace import pace
+from packtrain.design.plans import Plans
 from packtrain.design.rates import correct
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.events import Events
@@ -200,7 +201,7 @@ def _train(
             return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, True)
         if writes:
             fit.finish()
-            watch.end(_end(fit, total, watch))
+            watch.end(_end(fit, prepared, watch))
         peak = watch.peak.nbytes
         return Trained(settings.output, folder, prepared, fit.progress, peak, False, fit.ends)
 
@@ -296,12 +297,24 @@ def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
     return f"{SAMPLE}{job.settings.sample_prompt}{''.join(reply)}"
 
 
-def _end(fit: Fit, planned: int, watch: Watch) -> dict[str, float]:
-    return {
+def _end(fit: Fit, prepared: Ready, watch: Watch) -> dict[str, Any]:
+    apart = devices(prepared.plans)
+    found = {
         "step": fit.progress.step,
-        "planned_bytes": planned,
+        "planned_bytes": prepared.planned_nbytes,
         "peak_bytes": watch.peak.nbytes,
         "baseline_bytes": watch.peak.baseline,
+    }
+    return found | ({"devices": apart} if apart else {})
+
+
+def devices(plans: Plans) -> dict[str, dict[str, int]]:
+    """The most bytes that were taken of memories which know it, beside what was planned."""
+    there = {b.space: b.taken for b in plans.target.every}
+    return {
+        space: {"planned_bytes": plans.nbytes_in(space), "peak_bytes": taken}
+        for space, taken in there.items()
+        if taken is not None
     }
 
 
@@ -311,6 +324,13 @@ def _report(done: Trained) -> Iterator[str]:
         f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'token')} in {clock(progress.seconds)}; "
         f"memory: peak {size_text(done.peak_nbytes)}, planned {size_text(done.plan.planned_nbytes)}"
     )
+    for space, of in devices(done.plan.plans).items():
+        planned, peak = of["planned_bytes"], of["peak_bytes"]
+        yield f"the memory of {space}: peak {size_text(peak)}, planned {size_text(planned)}" + (
+            ": PyTorch took more there than was planned; give a smaller --device-memory where it must not"
+            if peak > planned
+            else ""
+        )
     if job.valid is not None:
         yield outcome(progress, bool(job.settings.patience))
     right, ends = done.ends

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.design.plans import Base
+from packtrain.design.shape import Base
 from packtrain.dtypes import DTYPES, RECODABLE, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from packtrain.events import Events
 from packtrain.files import write_text
@@ -84,7 +85,7 @@ class Watch:
             file.sync()
         write_text(self.folder / PICTURE, self.curve.svg())
 
-    def end(self, record: Mapping[str, float]) -> None:
+    def end(self, record: Mapping[str, Any]) -> None:
         """Write the last line of a finished run: `planned_bytes, peak_bytes, baseline_bytes`."""
         metrics, *_ = self._opened()
         metrics.add({"event": "end", **record})

@@ -1,0 +1,95 @@
+"""Copies that travel beside other work, with memories of the host that only pretend: their copies happen as late, or as
+early, as they may. Checked by bits, and by the verifier. See faults_plans."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import packtrain as pt
+from packtrain import backends
+from packtrain.backends import Aside, Backend, Host, Target
+from packtrain.placing import Placed
+from packtrain.steps import ARRIVE, BEGIN
+from tests import checks
+from tests.random_graphs import random_case
+
+WAITING = dict[str, list[Callable[[], None]]]()
+BUSY = {"most": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed(Aside):
+    """Copies are made when somebody waits for them, if `late`, and until then the copy is NaN; or at once, and then the
+    source is read no more."""
+
+    late: bool = True
+
+    @property
+    def streams(self) -> bool:
+        return True
+
+    def begin(self, to: Any, given: Any, other: Backend) -> None:
+        assert self.space != other.space
+        waiting = WAITING.setdefault(self.space, [])
+        if self.late:
+            Host.fill(self, to, 255)
+            waiting.append(lambda: np.copyto(to, given))
+        else:
+            np.copyto(to, given)
+            waiting.append(lambda: None)
+        BUSY["most"] = max(BUSY["most"], sum(map(len, WAITING.values())))
+
+    def arrived(self) -> None:
+        for copy in WAITING.pop(self.space, ()):
+            copy()
+
+    def sync(self) -> None:
+        """A run ends with nothing under way; before, kernels are done when they return."""
+
+
+def spread(seed: int, late: bool) -> tuple[pt.Graph, dict[str, np.ndarray], Placed]:
+    """A random graph with leaves in three memories, two of which have streams."""
+    case = random_case(seed)
+    written = {t.base for t in case.graph.updates}
+    rng = np.random.default_rng(seed)
+    every = [backends.cpu, *(Streamed("cpu", name, late=late) for name in ("left", "right"))]
+    movable = [t for t in case.graph.leaves if t not in written and t.kind != "constant"]
+    homes = {leaf.label: every[int(rng.integers(3))] for leaf in movable}
+    return case.graph, case.values, pt.place(case.graph, Target(tuple(every), homes))
+
+
+def check_bits(seed: int, late: bool) -> None:
+    """Nothing is read before it has arrived, and no source is written before it has left."""
+    graph, values, placed = spread(seed, late)
+    for plan in (pt.make_plan(placed), pt.make_plan(placed, reuse=False)):
+        run = pt.Session().executor(placed, plan)
+        with pt.debug("poison"):
+            got = [checks.execute(run, values) for _ in range(2)]
+        for one in got:
+            checks.same_bits(one, checks.run(graph, values), f"seed {seed}")
+        assert not WAITING
+
+
+def check_late() -> None:
+    for seed in range(16):
+        check_bits(seed, True)
+
+
+def check_early() -> None:
+    for seed in range(16):
+        check_bits(seed, False)
+
+
+def check_verified() -> None:
+    """By the verifier alone; copies begin before the steps between which they were written, and arrive after."""
+    between = 0
+    for seed in range(16):
+        _, _, placed = spread(seed, True)
+        pt.verify(pt.make_plan(placed), placed)
+        at = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is BEGIN}
+        ends = [(at[s.reads[0]], i) for i, s in enumerate(placed.steps) if s.op is ARRIVE]
+        assert len(at) == len(ends) == len(placed.copies)
+        between += sum(end - begin - 1 for begin, end in ends)
+    assert between > 80, between

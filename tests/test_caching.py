@@ -1,0 +1,118 @@
+"""What PyTorch's allocator takes of a GPU is counted: by its rules, with runs on the CPU, and never seen on a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import packtrain as pt
+from packtrain.backends import Target, caching
+from packtrain.backends import recorded as recording
+from packtrain.backends import temporaries as measuring
+from packtrain.backends import torch as of_torch
+from packtrain.backends.torch import Apart
+from packtrain.cost import Rates
+from packtrain.design.budget import full
+from packtrain.design.plans import make_plans
+from packtrain.design.request import Request
+from packtrain.design.search import search
+from packtrain.design.shape import StepShape
+from packtrain.design.table import parts
+from packtrain.models.config import Config
+from packtrain.optim import AdamW
+from packtrain.planning import size_text
+from packtrain.run import Executor
+from tests import pool_checks
+from tests.test_recorded import Cuda
+from tests.test_torch_backend import FAR, SHAPE, folder, steps
+
+__all__ = ["folder"]  # a fixture
+CUDA = Apart(
+    "cuda", "cuda"
+)  # plans need no device: what kernels make is measured on tensors without values
+
+
+@pytest.mark.parametrize("check", ["rules", "pool", "counted"])
+def test_the_rules(check: str) -> None:
+    getattr(pool_checks, f"check_{check}")()
+
+
+@pytest.mark.torch
+def test_what_a_run_makes_fits_into_the_pool_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three steps on the CPU, taken and dropped as they come; there are two such pools, one of graphs."""
+    plans = make_plans(SHAPE, AdamW(), target=Target((CUDA,)))
+    pool = plans.largest.arena("cuda").pool_nbytes
+    made, plain = list[tuple[int, ...]](), Executor._run
+
+    def traced(self: Executor, calls: list[Any], stop: Any) -> None:
+        with measuring.meter()() as count:
+            plain(self, calls, stop)
+        made.append(tuple(count.trace))
+
+    monkeypatch.setattr(Executor, "_run", traced)
+    steps(Target.of(FAR))
+    allocator = caching.Caching()
+    for nbytes in caching.WORKSPACES:
+        allocator.take(nbytes)
+    allocator.drop(allocator.take(caching.room_nbytes(made) or 1))
+    for trace in made:
+        allocator.replay(trace)
+    assert len(made) == 3 and all(map(len, made)) and 2 * allocator.reserved <= pool
+
+
+@pytest.mark.torch
+def test_the_row_is_in_the_plan_and_in_its_limit() -> None:
+    """Also in a search, and in what a refusal says. Larger pieces of the loss head make a larger pool."""
+    shape = StepShape(Config(16_000, 256, 64, 2, 128, 2, 2), 8, 256, max_norm=1.0)
+    request = Request(AdamW(), Rates(1e11, 1e10), target=Target((CUDA,)))
+    whole = request.plans(shape)
+    row = next(nbytes for name, nbytes, _ in parts(whole, "cuda") if name == "pool")
+    kernels, arena = whole.largest.arena("cuda").pool_nbytes, whole.largest.arena("cuda").nbytes
+    assert not [b for b in whole.largest.buffers if b.category == "workspace"]
+    assert row == whole.pool_nbytes("cuda") >= kernels > 2 * sum(caching.WORKSPACES)
+    assert kernels > 2 * (256 * 16_000 * 4) + 2 * sum(caching.WORKSPACES)  # a piece of 256 logits
+    buffers = caching.buffers_nbytes(whole._buffers("cuda")) - sum(whole._buffers("cuda"))
+    assert row == kernels + buffers and arena + row < whole.nbytes_in("cuda")
+    limit = whole.nbytes_in("cuda") - (8 << 20)
+    answer = search(shape, replace(request, limits={"cuda": limit}))
+    less = request.plans(answer.shape)
+    assert answer.fits and answer.shape != shape and less.nbytes_in("cuda") <= limit
+    more = request.plans(replace(shape, chunk=1024)).largest.arena("cuda").pool_nbytes
+    assert more > kernels + 2 * (40 << 20)
+    refused = full(replace(whole, baseline=1), {"cuda": limit}, "")
+    assert refused is not None and f"pool      {size_text(row):>10}" in refused
+
+
+@pytest.mark.torch
+def test_each_pool_gets_its_room_before_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a size; that of graphs where the first of them is recorded. With a stand-in for CUDA, on the CPU."""
+    filled, cuda = list[int](), Cuda()
+    for module in (recording, of_torch):
+        monkeypatch.setattr(module, "cuda_of", lambda device: cuda)
+    for name in ("ROOMS", "POOLS"):
+        monkeypatch.setattr(recording, name, {})
+    monkeypatch.setattr(recording, "fill_pool", lambda device, nbytes: filled.append(nbytes))
+    monkeypatch.setattr(caching, "SMALL", 512)  # what this model makes is small
+    steps(Target.of(FAR))
+    steps(Target.of(FAR))
+    assert len(filled) == 2 and filled[0] == filled[1] > 0 and len(cuda.graphs) >= 2
+
+
+@pytest.mark.torch
+def test_a_run_says_what_was_taken_and_planned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {
+        "output": folder / "m.gguf", "device": "torch:cpu:1", "preset": "1m", "ctx": 32, "batch_size": 2, "iters": 1,
+        "threads": 1, "sample_every": 0, "overwrite": True, "warmup_ratio": 0.0,
+    }  # fmt: skip
+    for taken in (1 << 20, 1 << 40):
+        monkeypatch.setattr(Apart, "taken", taken)
+        said = list[str]()
+        done = pt.train(folder / "text.txt", on_message=said.append, **asked)
+        (line,) = (x for x in said if x.startswith("the memory of torch:cpu:1: peak"))
+        beyond = taken > done.plan.plans.nbytes_in("torch:cpu:1")
+        assert ("PyTorch took more there than was planned" in line) == beyond
+    end = (folder / "m.run/metrics.jsonl").read_text().splitlines()[-1]
+    assert f'"peak_bytes": {taken}' in end

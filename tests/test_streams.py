@@ -1,0 +1,191 @@
+"""Copies between memories while other steps run: begun early, arrived before they are read. On no GPU yet."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import Graph, cost, ops
+from packtrain.backends import Aside, Backend, Target, cpu, streams
+from packtrain.backends.host import BACKENDS
+from packtrain.backends.torch import Apart
+from packtrain.cost import Rates
+from packtrain.placing import place
+from packtrain.planning import PlanError, verify
+from packtrain.steps import ARRIVE, BEGIN
+from tests import stream_checks
+from tests.stream_checks import BUSY, WAITING, Streamed
+from tests.test_offload import gradients
+from tests.test_spread import folder, one_thread, trained
+
+__all__ = ["folder", "one_thread"]
+LATE = Streamed("cpu", "cpu:1")
+
+
+@pytest.mark.parametrize("check", ["late", "early", "verified"])
+def test_random_graphs_give_the_bits_of_one_memory(check: str) -> None:
+    getattr(stream_checks, f"check_{check}")()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_activations_that_wait_elsewhere_change_no_bit(seed: int) -> None:
+    _, alone = gradients(None, cpu)
+    BUSY["most"] = 0
+    for late in (True, False):
+        placed, moved = gradients(seed, replace(LATE, late=late))
+        assert len(placed.put_away) > 10 and not WAITING
+        for name, value in alone.items():
+            assert moved[name].tobytes() == value.tobytes(), name
+        begun = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is BEGIN}
+        apart = [i - begun[s.reads[0]] for i, s in enumerate(placed.steps) if s.op is ARRIVE]
+        assert len(apart) == len(placed.copies) and np.mean(apart) > 3
+    assert 1 <= BUSY["most"] <= 2, "one copy at a time each way"
+
+
+def test_training_with_values_that_wait_elsewhere_is_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moments, gradients on their way to them and steps on their way back, and activations."""
+    asked: dict[str, Any] = {"device": "cpu:1", "offload": "all", "layers": 4, "iters": 3}
+    whole = trained(folder, **asked)
+    monkeypatch.setitem(BACKENDS, "cpu:1", LATE)
+    got = trained(folder, **asked)
+    assert got.losses == whole.losses and not WAITING
+    crossed = [p for p in got.plan.plans.placed.values() if any(s.op is ARRIVE for s in p.steps)]
+    assert len(crossed) >= 1
+    (at, here), (before, there) = (
+        [one.plan.plans.nbytes_in(s) for s in ("cpu:1", "host")] for one in (got, whole)
+    )
+    assert at <= 1.25 * before and here <= 1.25 * there, "what travels takes little more room"
+
+
+def chain(there: Backend) -> pt.Placed:
+    """A weight that is read in another memory, and then updated."""
+    w, x = pt.weight("w", (8,)), pt.input("x", (8,))
+    v = pt.weight("v", (8,))
+    y = ops.mul(ops.mul(x, w), v)
+    for _ in range(4):
+        y = ops.silu(y)
+    return place(Graph({"y": y}), Target((there,), {"w": cpu, "x": cpu}))
+
+
+def test_the_verifier_sees_what_is_touched_before_it_has_arrived() -> None:
+    placed = chain(LATE)
+    verify(pt.make_plan(placed), placed)
+    begin, end = (
+        next(i for i, s in enumerate(placed.steps) if s.op is op) for op in (BEGIN, ARRIVE)
+    )
+    steps = placed.steps
+    reader = next(i for i, s in enumerate(steps) if steps[end].results[0] in s.reads)
+    early = (
+        *steps[:end],
+        steps[reader],
+        steps[end],
+        *steps[end + 1 : reader],
+        *steps[reader + 1 :],
+    )
+    for wrong in (early, (*steps[:end], *steps[end + 1 :])):
+        changed = replace(placed, steps=wrong)
+        with pytest.raises((PlanError, KeyError)):
+            verify(pt.make_plan(changed), changed)
+    source = tuple(steps[begin].reads)
+    writes = replace(steps[reader], op=ops.cont, results=source, inputs=source)
+    changed = replace(placed, steps=(*steps[:end], writes, *steps[end:]))
+    with pytest.raises(PlanError, match="or its source, before it has arrived"):
+        verify(pt.make_plan(changed), changed)
+
+
+def test_what_travels_beside_work_is_not_waited_for() -> None:
+    """A copy of 1 s beside 24 calls of 0.1 s; with less work, what is left of it."""
+    rates = Rates(1e12, 1e12, call=0.1, region=0.0, link=32 / 1.0)
+    for calls, seconds, hidden in ((30, 3.2, 1.1), (4, 1.3, 0.4)):
+        y, z = pt.input("y", (8,)), ops.silu(pt.input("z", (8,)))
+        for _ in range(calls):
+            y = ops.silu(y)
+        graph = Graph({"y": ops.mul(y, z)})
+        sync, beside = (
+            cost.seconds(place(graph, Target((there,), {"z": cpu})), rates)
+            for there in (Aside("cpu", "cpu:1"), LATE)
+        )
+        assert beside == pytest.approx(seconds, abs=0.01), calls
+        assert sync == pytest.approx(seconds + hidden, abs=0.01), calls
+
+
+class Cuda:
+    """What `torch.cuda` has for streams, and a line of what was done."""
+
+    def __init__(self) -> None:
+        self.done = list[str]()
+        self.cudaError = type("cudaError", (), {"success": 0})
+
+    def Stream(self, device: str) -> "Cuda":
+        return self
+
+    def wait_stream(self, of: str) -> None:
+        self.done.append(f"wait for {of}")
+
+    def current_stream(self, device: str) -> str:
+        return f"the kernels of {device}"
+
+    def stream(self, stream: "Cuda") -> "Cuda":
+        return self
+
+    def __enter__(self) -> None:
+        self.done.append("copy beside them")
+
+    def __exit__(self, *error: object) -> None:
+        self.done.append("begun")
+
+    def synchronize(self) -> None:
+        self.done.append("there")
+
+    def cudart(self) -> "Cuda":
+        return self
+
+    def cudaHostRegister(self, begins: int, nbytes: int, flags: int) -> int:
+        self.done.append(f"lock {nbytes}")
+        return 0
+
+    def cudaHostUnregister(self, begins: int) -> int:
+        self.done.append("unlock")
+        return 0
+
+
+@pytest.mark.torch
+def test_a_gpu_copies_on_a_stream_after_its_kernels_into_locked_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in: the CPU plays the device, and copies at once."""
+    from packtrain.backends import torch as of_torch
+
+    cuda = Cuda()
+    for module in (streams, of_torch):
+        monkeypatch.setattr(module, "cuda_of", lambda device: cuda)
+    monkeypatch.setattr(streams, "STREAMS", {})
+    monkeypatch.setattr(Apart, "recorded", lambda self, made, calls: calls)
+    monkeypatch.setattr(Apart, "reserve", lambda self, made: None)
+    far = Apart("cuda", "cpu")
+    placed = chain(far)
+    session = pt.Session()
+    run = session.executor(placed)
+    locked = session.buffer("host").nbytes
+    session.set({"w": np.full(8, 3.0), "v": np.full(8, 2.0)})
+    x = np.ones(8, np.float32)
+    for _ in range(3):
+        assert np.allclose(run({"x": x})["y"], chain_of(6.0))
+    copies = len(placed.copies)
+    turn = ["wait for the kernels of cpu", "copy beside them", "begun"]
+    assert cuda.done[0] == f"lock {locked}" and copies >= 1
+    assert [x for x in cuda.done[1:] if x != "there"] == turn * copies * 3
+    assert cuda.done.count("there") == copies * 3
+    del run, session
+    assert cuda.done[-1] == "unlock"
+
+
+def chain_of(y: float) -> np.ndarray:
+    for _ in range(4):
+        y = y / (1 + np.exp(-y))
+    return np.full(8, y, np.float32)

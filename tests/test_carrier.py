@@ -118,6 +118,12 @@ def test_a_device_for_one_process_is_refused(device, one):
         check_device(device)
 
 
+def test_blocks_on_the_cpu_beside_a_gpu_are_for_one_process():
+    check_device("cpu:1", parted=True)
+    with pytest.raises(InputError, match="--gpu-layers with --device cuda works in one process"):
+        check_device("cuda", parted=True)
+
+
 def test_numbers_on_a_gpu_travel_by_nccl_on_a_stream_after_the_kernels_that_made_them(gpus):
     by = Carrier("cuda", None)
     assert gpus.log == ["nccl"]

@@ -13,6 +13,7 @@ from packtrain.backends import Aside, Backend, Target, cpu, streams
 from packtrain.backends.host import BACKENDS
 from packtrain.backends.torch import Apart
 from packtrain.cost import Rates
+from packtrain.dtypes import DTYPES, Dtype
 from packtrain.placing import place
 from packtrain.planning import PlanError, verify
 from packtrain.steps import ARRIVE, BEGIN
@@ -183,6 +184,26 @@ def test_a_gpu_copies_on_a_stream_after_its_kernels_into_locked_memory(
     assert cuda.done.count("there") == copies * 3
     del run, session
     assert cuda.done[-1] == "unlock"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[name] for name in ("f32", "bf16", "q8_0", "i32")], ids=str
+)
+def test_arrays_of_any_type_travel_both_ways(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(streams, "cuda_of", lambda device: cuda)
+    monkeypatch.setattr(streams, "STREAMS", {})
+    far, spec = Apart("cuda", "cpu"), pt.Spec((3, 32), dtype)
+    raw = np.random.default_rng(0).integers(0, 255, spec.nbytes, dtype=np.uint8)
+    here = cpu.view(raw, 0, spec, spec.strides)
+    there = far.view(far.alloc(spec.nbytes), 0, spec, spec.strides)
+    back = cpu.view(cpu.alloc(spec.nbytes), 0, spec, spec.strides)
+    far.begin(there, here, cpu)
+    far.arrived()
+    far.begin(back, there, cpu)
+    far.arrived()
+    assert back.tobytes() == raw.tobytes()
 
 
 def chain_of(y: float) -> np.ndarray:

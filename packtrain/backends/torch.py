@@ -149,6 +149,11 @@ def raw_of(array: Any) -> Any:
     return array.raw if isinstance(array, Blocks) else array
 
 
+def tensor_of(array: Any) -> Any:
+    """Its numbers, or its bytes where it holds blocks, of an array of the device or of the host."""
+    return raw_of(array if isinstance(array, Blocks) else seen(array))
+
+
 def dtype_of(array: Any) -> Dtype:
     return array.dtype if isinstance(array, Blocks) else TYPES[str(array.dtype)]
 
@@ -270,7 +275,7 @@ class Apart:
         return cuda_of(self.device) is not None
 
     def begin(self, to: Any, given: Any, other: Backend) -> None:
-        streams.begin(self.device, raw_of(seen(to)), raw_of(seen(given)))
+        streams.begin(self.device, tensor_of(to), tensor_of(given))
 
     def arrived(self) -> None:
         streams.arrived(self.device)

@@ -12,6 +12,7 @@ from packtrain.tensor import Tensor
 LATENCY = 2e-4  # seconds of a message beside its bytes, between processes of two machines of a room
 MESSAGE = 4e-5  # that a process is busy with one that leaves and one that comes, measured: of several they add up
 MESSAGES = 6  # small ones of a step: the learnt tokens, whether to stop, the loss
+PAYLOAD = 0.94  # of a link's bytes: 1,448 of the 1,538 of an Ethernet frame; the rest are headers, TCP's among them
 PASSES = 6  # over the bytes of a bucket in memory: packed, added up, unpacked
 
 Bucket = tuple[int, list[Tensor]]  # sums, and the step of the graph that completes the last of them
@@ -91,7 +92,7 @@ def transfer_seconds(numbers: int, ranks: int, rates: cost.Rates, link: float) -
     exchanges = 2 * -(-numbers // BUCKET)
     share = 2 * (ranks - 1) / ranks
     return exchanges * (LATENCY + (ranks - 2) * MESSAGE) + 4 * numbers * (
-        share / link + PASSES / rates.nbytes
+        share / (PAYLOAD * link) + PASSES / rates.nbytes
     )
 
 

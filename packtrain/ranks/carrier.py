@@ -26,8 +26,13 @@ def on_device(device: str) -> bool:
     return carrier(device) == "nccl"
 
 
-def check_device(device: str) -> None:
-    """Raise InputError for a device on which several processes do not work."""
+def check_device(device: str, parted: bool = False) -> None:
+    """Raise InputError for a device on which several processes do not work; `parted`: some blocks stay on the cpu."""
+    if parted and on_device(device):
+        raise InputError(
+            f"--gpu-layers with --device {device} works in one process: NCCL carries what is on a GPU, not sums of"
+            " blocks on the cpu; leave out --gpu-layers or --nproc"
+        )
     if re.fullmatch(WORKING, device):
         return
     if re.fullmatch(r"cuda:\d+", device):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from packtrain.corpus import Text, prepare
-from packtrain.design.plans import Base, StepShape
+from packtrain.design.shape import Base, StepShape
 from packtrain.dtypes import DTYPES, f32
 from packtrain.errors import InputError
 from packtrain.flash import with_flash
@@ -296,7 +296,7 @@ def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
     """The number of ranks, and the rows of a step for each. Raises InputError."""
     ranks, every = here().size, rows * settings.grad_accumulation_steps
     if ranks > 1:
-        check_device(settings.device)
+        check_device(settings.device, settings.gpu_layers is not None)
     if every % ranks:
         raise InputError(
             f"{ranks} processes cannot share out the {every} rows of a step (--batch-size times"

@@ -138,9 +138,9 @@ def test_ranks_on_pytorch_train_as_one(folder):
 
 @pytest.mark.torch
 def test_a_model_over_two_memories_is_trained_by_two_ranks_as_by_one(folder):
-    """Its first block on the cpu, its last on a device that the cpu plays: with kernels of either kind."""
+    """Its first block on the cpu, its last on a device that the cpu plays; moments in the process's memory."""
     asked = ["--iters", "50", "--steps-per-eval", "50", "--grad-accumulation-steps", "2"]
-    asked += ["--layers", "2", "--gpu-layers", "1", "--device"]
+    asked += ["--layers", "2", "--gpu-layers", "1", "--offload", "moments", "--device"]
     for number, (device, ways) in enumerate({"cpu:1": "01", "torch:cpu:1": "2"}.items()):
         done(train(folder, f"parted{number}", *asked, device))
         for zero in ways:
@@ -149,6 +149,7 @@ def test_a_model_over_two_memories_is_trained_by_two_ranks_as_by_one(folder):
             close(folder, f"parted{number}", name, 50)
             told = json.loads((folder / f"{name}.run/plan.json").read_text())
             assert {s for splits in told["splits"] for s in splits} == {"host", device}
+            assert load(folder / f"{name}.run/checkpoint.gguf", print).about["offloaded"]
     same(folder, "parted00", "parted01")
 
 

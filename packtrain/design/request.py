@@ -9,7 +9,7 @@ from packtrain.cost import Rates
 from packtrain.design.loaded import Loaded
 from packtrain.design.plans import Name, Plans, leaves, make_plans
 from packtrain.design.shape import StepShape
-from packtrain.optim import Optimizer
+from packtrain.optim import Optimizer, part_of_weight
 from packtrain.placing import Placed
 from packtrain.recompute import ALWAYS, MAYBE, NEVER
 
@@ -55,7 +55,10 @@ class Request:
     def offloaded(self, shape: StepShape) -> "Request":
         """The same with the moments in the process's own memory, of weights that live in another."""
         weights = [leaf for leaf in leaves(shape)[1] if self.target.home(leaf).space != HOST]
-        moments = [one for w in weights for one in self.optimizer.states(w)]
+        own = weights
+        if shape.share is not None:  # moments of this process's parts
+            own = [part for w in weights if (part := part_of_weight(w, shape.share)) is not None]
+        moments = [one for w in own for one in self.optimizer.states(w)]
         others = {name: home for name, home in self.target.homes.items() if "/" not in name}
         target = replace(self.target, homes={**others, **{one.label: cpu for one in moments}})
         return replace(self, optimizer=self.optimizer.apart(), target=target, away=True)

@@ -14,13 +14,14 @@ from packtrain.optim.graphs import (
 from packtrain.optim.lbfgs import LBFGS
 from packtrain.optim.muon import Muon
 from packtrain.optim.optimizer import Given, Optimizer, Turn, moment
-from packtrain.optim.parts import PART, Share, whole_name
+from packtrain.optim.parts import PART, Share, part_of_weight, whole_name
 from packtrain.optim.sgd import SGD
 from packtrain.tensor import weight
 
 __all__ = [
     "LBFGS", "OPTIMIZERS", "PART", "ROUNDING", "SGD", "AdamW", "Given", "Muon", "Optimizer", "Share", "Turn",
-    "accumulating", "applying", "leaner", "measuring", "moment", "training", "updating", "whole_name",
+    "accumulating", "applying", "leaner", "measuring", "moment", "part_of_weight", "training", "updating",
+    "whole_name",
 ]  # fmt: skip
 
 KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS)  # the first one is the default

@@ -116,11 +116,12 @@ def ready(
     with room(settings, runs):
         if world.rank == 0:  # it fills the caches and searches the plan, which all use
             found = _ready(command, settings, build_job, say, runs, None)
-            world.from_first(found.plans.shape)
+            world.from_first((found.plans.shape, found.job.offloaded))
             return found
-        decided = world.from_first(None)
-        if decided.share is not None:
-            decided = replace(decided, share=(world.rank, world.size))
+        shape, moved = world.from_first(None)
+        if shape.share is not None:
+            shape = replace(shape, share=(world.rank, world.size))
+        decided = shape, bool(moved)
         return _ready(command, settings, build_job, say, runs, decided)
 
 
@@ -130,7 +131,7 @@ def _ready(
     build_job: Callable[[Any, Say], Job],
     say: Say,
     runs: bool,
-    decided: StepShape | None,
+    decided: tuple[StepShape, bool] | None,
 ) -> Ready:
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     job = _job(settings, build_job, say)
@@ -167,11 +168,16 @@ def _ready(
 
 
 def _planned(
-    job: Job, request: Request, decided: StepShape | None, say: Say
+    job: Job, request: Request, decided: tuple[StepShape, bool] | None, say: Say
 ) -> tuple[Job, Plans, Request]:
-    """The plans with moments beside their weights or in the process's memory: as asked, or what fits and is faster."""
+    """The plans with moments beside their weights or in the process's memory: as asked, or what fits and is faster.
+
+    decided  elsewhere: the shape, and whether they are in the process's memory
+    """
     if decided is not None:
-        return job, followed(decided, request), request
+        shape, moved = decided
+        request = request.offloaded(shape) if moved else request
+        return replace(job, offloaded=moved), followed(shape, request), request
     asked = job.settings.offload
     request = replace(request, offload=ACTIVATIONS[asked])
     away = request.offloaded(job.shape)

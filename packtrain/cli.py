@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from pkgutil import get_data
 from typing import Any, NoReturn
 
 from packtrain.debug import flags as debug_flags
@@ -112,10 +112,12 @@ def _asked(arguments: Sequence[str] | None) -> Collection[str]:
 
 def _about(command: str) -> str:
     """What a command does, from the first line of its module, which is not loaded: all would take a second."""
-    module = find_spec(f"packtrain.commands.{COMMANDS[command][0]}")
-    assert module is not None and module.origin is not None
-    with open(module.origin, encoding="utf-8") as file:
-        return file.readline().partition(": ")[2].strip().strip('"')
+    try:
+        source = get_data("packtrain.commands", f"{COMMANDS[command][0]}.py")
+    except OSError:  # only its compiled file is there
+        source = None
+    text = source.decode() if source else _module(command).__doc__ or ""
+    return text.partition("\n")[0].partition(": ")[2].strip().strip('"')
 
 
 def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:

@@ -5,6 +5,8 @@ import os
 import shlex
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -222,3 +224,17 @@ def test_what_needs_no_command_loads_none(asked: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_of_a_package_in_an_archive_or_without_sources(tmp_path, monkeypatch, capsys) -> None:
+    package = Path(cli.__file__).parent
+    with zipfile.ZipFile(tmp_path / "packtrain.zip", "w") as archive:
+        for path in package.rglob("*.py"):
+            archive.write(path, path.relative_to(package.parent))
+    command = [sys.executable, "-P", "-m", "packtrain.cli", "--help"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "packtrain.zip")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert "show what is in a GGUF file" in done.stdout, done.stderr
+    monkeypatch.setattr(cli, "get_data", lambda *given: Path("no such file").read_bytes())
+    main([])
+    assert "show what is in a GGUF file" in capsys.readouterr().out

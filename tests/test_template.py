@@ -174,6 +174,13 @@ def test_a_template_may_change_lists_of_its_own():
     assert rendered(made + "{{ ns.ids.pop(0) }}{{ ns.ids }}") == "user['assistant', 'user']"
 
 
+def test_what_a_template_is_given_may_be_deep():
+    deep: list[Any] = []
+    for _ in range(700):
+        deep = [deep]
+    assert ChatTemplate("{{ x|length }}").render(TURNS, more={"x": deep}) == "1"
+
+
 @pytest.mark.parametrize("source", ["{{ ''.__class__ }}",
     "{{ '{0.__class__}'.format(1) }}", "{{ 'x' | attr('__class__') }}"])  # fmt: skip
 def test_what_leads_out_of_the_sandbox_is_nothing(source: str):

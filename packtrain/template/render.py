@@ -60,10 +60,16 @@ class Given(list[Any]):
     """A list of the conversation."""
 
 
-def given(value: Any) -> Any:
-    if isinstance(value, list):
-        return Given(map(given, value))
-    return {k: given(v) for k, v in value.items()} if isinstance(value, dict) else value
+def given(variables: dict[str, Any]) -> dict[str, Any]:
+    """Variables with Givens for lists, however deep they are."""
+    left: list[Any] = [variables]
+    for outer in left:
+        for key, value in outer.items() if isinstance(outer, dict) else enumerate(outer):
+            if isinstance(value, list):
+                outer[key] = value = Given(value)
+            if isinstance(value, list | dict):
+                left.append(value)
+    return variables
 
 
 class Sandbox(ImmutableSandboxedEnvironment):

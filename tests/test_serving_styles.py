@@ -1,6 +1,9 @@
 """How chat templates write calls of tools, found by rendering; texts that are read back; and grammars of them."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from packtrain.serving.styles import (
     Style,
     style_of,
 )
+from packtrain.serving.tools import Tools
 from packtrain.template import ChatTemplate
 from tests.templates import CHATS, GEMMA_4, GEMMA_4_ENDS
 
@@ -137,6 +141,51 @@ def test_a_line_before_words_is_no_part_of_them():
         told = object.__new__(Chats)
         told._leading, told._texts, told._shown = style.head, [""], [Pieces(())]
         assert "".join(told._next(0, part) for part in parts) + told._shown[0].rest() == "No."
+
+
+def streamed(style: Style, text: str, cuts: Iterable[int]) -> tuple[str, int]:
+    """The words that a client gets of an answer in parts, and how many calls."""
+    told = object.__new__(Chats)
+    functions = tuple({"name": name, "parameters": {}} for name in NAMES)
+    told._tools = Tools(functions, "auto", True, style)
+    told._leading, told._texts, told._thoughts = style.head, [""], None
+    told._shown, told._asked = [Pieces(told._tools.awaited)], SimpleNamespace(counted=True)
+    told._delta = lambda number, delta, *more: delta
+    told._more = lambda *given: {}
+    shown = [told._next(0, text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
+    events = told.end(0, SimpleNamespace(reason="eos"))
+    shown += [event["content"] for event in events if "content" in event]
+    return "".join(shown), sum("tool_calls" in event for event in events)
+
+
+@pytest.mark.parametrize(
+    "words", ["I look.", "As in way\n{} I look.", "Not >>>way\n{} I look.", "", ">>> I", "al"]
+)
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_words_are_the_same_in_one_piece_and_in_parts(words: str, calls: int):
+    body = "{% if not loop.first %}>>>{% endif %}" + NAME + "\n" + OBJECT + "{% endfor %}"
+    head = HEAD.replace("{{ m.content }}", "{% if m.content %}all\n{% endif %}{{ m.content }}")
+    style = style_of(Renderer(ChatTemplate(head + EACH + body + TAIL), ["<|end|>"]), "")
+    text = ">>>".join([f"all\n{words}", *['weather\n{"days": 3}'] * calls])
+    whole = style.parse(text, NAMES)
+    for cuts in ([], range(1, len(text)), range(2, len(text), 5), range(3, len(text), 7)):
+        assert streamed(style, text, cuts) == (whole[0], len(whole[1]))
+
+
+@pytest.mark.parametrize(("name", "id"), [("call", "call_12"), ("a", "call00001"), ("way", 7)])
+def test_an_id_that_has_a_name_within_a_word_does_not_say_it(name: str, id: Any):
+    body = "<c>{{ c.id }}<a>" + OBJECT + "</c>{% endfor %}"
+    result = "{% if m.role == 'tool' %}of {{ m.tool_call_id }}: {% endif %}{{ m.content }}"
+    source = HEAD.replace("{{ m.content }}", result) + EACH + body + TAIL
+    renderer = Renderer(ChatTemplate(source), ["<|end|>"])
+    call = {"id": id, "function": {"name": name, "arguments": {}}}
+    turns = [{"role": "user", "content": "a"}]
+    for _ in range(2):  # clients may begin to count again
+        turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        turns += [{"role": "tool", "content": "far", "tool_call_id": id}]
+    text = renderer.prompt(Conversation("", turns))
+    for i in range(2):
+        assert f"<c>functions.{name}:{i}<a>" in text and f"of functions.{name}:{i}: far" in text
 
 
 def test_a_template_that_writes_ids_only_is_given_names_in_them():

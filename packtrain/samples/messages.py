@@ -154,7 +154,7 @@ def _call(call: Any, at: str) -> Message:
     if isinstance(arguments, str):
         arguments = arguments.strip() and _json(arguments, f"{at}: arguments", '{"city": "Oslo"}')
     tool_call = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
-    return {"id": call["id"], **tool_call} if "id" in call else tool_call
+    return tool_call if call.get("id") is None else {"id": call["id"], **tool_call}
 
 
 def _name_calls(messages: list[Message]) -> None:
@@ -166,7 +166,9 @@ def _name_calls(messages: list[Message]) -> None:
             count += 1
             waiting.append(call.setdefault("id", f"call{count:05d}"))
         if message["role"] == "tool" and waiting:
-            message.setdefault("tool_call_id", waiting.pop(0))
+            first = waiting.pop(0)
+            if message.get("tool_call_id") is None:
+                message["tool_call_id"] = first
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:

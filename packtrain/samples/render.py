@@ -258,14 +258,16 @@ def _with_text(message: Message) -> Message:
 
 def _with_names(messages: list[Message]) -> list[Message]:
     """Calls with ids that say their functions' names, for templates that write ids only, and results with the same."""
-    ids, made = dict[Any, str](), list[Message]()
+    ids, made, count = dict[str, str](), list[Message](), 0
     for message in messages:
         calls = []
         for call in message.get("tool_calls", ()):
-            name, given = call["function"]["name"], call.get("id", "")
-            ids[given] = given if name in given else f"functions.{name}:{len(ids)}"
+            name, given = call["function"]["name"], str(call.get("id", ""))
+            said = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", given)
+            ids[given] = given if said else f"functions.{name}:{count}"
             calls.append({**call, "id": ids[given]})
-        answers = ids.get(message.get("tool_call_id"))
+            count += 1
+        answers = ids.get(str(message.get("tool_call_id", "")))
         named = {"tool_calls": calls} if calls else {"tool_call_id": answers} if answers else {}
         made.append({**message, **named})
     return made

@@ -130,7 +130,7 @@ class Chats(Texts):
     ) -> None:
         super().__init__(model, tokenizer, asked, verbose)
         tools = self._tools = asked.tools
-        openings = tools.beginnings if tools else ()
+        openings = tools.awaited if tools else ()
         self._leading = tools.style.head if tools else ""
         self._shown = [Pieces(openings) for _ in asked.jobs]
         self._texts = [""] * len(asked.jobs)
@@ -190,10 +190,10 @@ class Chats(Texts):
         rest += "" if shown.stopped else shown.rest()
         if self._leading.startswith(self._texts[number]) and self._leading != self._texts[number]:
             rest = self._texts[number]
-        calls = self._calls(self._texts[number])[1]
-        if shown.stopped and not calls:  # it began like a call, and was none
-            text = self._texts[number]
-            rest = text[text.index(shown.found) :]
+        words, calls = self._calls(self._texts[number])
+        if shown.stopped:  # words that began like a call, and were none
+            at = self._texts[number].removeprefix(self._leading).index(shown.found)
+            rest = words[at - len(rest) :]
         if rest:
             events.append(self._delta(number, {"content": rest}))
         for index, call in enumerate(calls):

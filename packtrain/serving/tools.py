@@ -151,6 +151,13 @@ class Tools:
         """Texts with which an answer begins to call."""
         return self.style.beginnings(self.names)
 
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """The same, and with what may stand between words and a call, which is no part of them."""
+        begin, style = self.beginnings, self.style
+        apart = "" if style.opening.strip() or style.middle is None else style.again.strip()
+        return (*begin, *(f"{apart}{text}" for text in begin)) if apart else begin
+
     def has_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether control tokens are part of calls: the text of an answer must show them then."""
         made, style = Calls(tokenizer, WILD), self.style

@@ -26,9 +26,7 @@ MARGIN_NBYTES = 1 << 20  # by how much the memory of kernels differs between pro
 ASIDE_NBYTES = 3 << 19  # by how much estimate and process differ, so that a second search is rare
 SPARE_NBYTES = 4 << 20  # by how much a process differs from the next one
 REUSED_NBYTES = 4 << 20  # most free memory that this process uses again when it loads kernels
-SEARCH_NBYTES = (
-    40 << 20
-)  # of a searching child that loads kernels; 27 MiB were measured before it searches
+SEARCH_NBYTES = 40 << 20  # of a searching child that loads kernels; 27 MiB before it searches
 BLOCK_NBYTES = 900_000  # in addition for each block
 ROUNDS = 3  # searches, each with lower limits, until the result fits the process
 

@@ -36,13 +36,7 @@ from packtrain.recompute.front import Kept, front, least_again
 from packtrain.tensor import Call, Tensor
 
 SAMPLED = 3  # blocks of the chain on which ways are measured; the middle one counts
-OF_SHORT = (
-    "_short",
-    "_split",
-    "_calls",
-    "values",
-    "_read",
-)  # what refers to the tensors of that chain
+OF_SHORT = "_short", "_split", "_calls", "values", "_read"  # what has tensors of that chain
 
 Build = Callable[[int, Choice | None], Built]
 

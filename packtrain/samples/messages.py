@@ -166,9 +166,8 @@ def _name_calls(messages: list[Message]) -> None:
             count += 1
             waiting.append(call.setdefault("id", f"call{count:05d}"))
         if message["role"] == "tool" and waiting:
-            first = waiting.pop(0)
-            if message.get("tool_call_id") is None:
-                message["tool_call_id"] = first
+            given, first = message.get("tool_call_id"), waiting.pop(0)
+            message["tool_call_id"] = first if given is None else given
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:

@@ -113,10 +113,9 @@ def _asked(arguments: Sequence[str] | None) -> Collection[str]:
 def _about(command: str) -> str:
     """What a command does, from the first line of its module, which is not loaded: all would take a second."""
     try:
-        source = get_data("packtrain.commands", f"{COMMANDS[command][0]}.py")
+        text = (get_data("packtrain.commands", f"{COMMANDS[command][0]}.py") or b"").decode()
     except OSError:  # only its compiled file is there
-        source = None
-    text = source.decode() if source else _module(command).__doc__ or ""
+        text = _module(command).__doc__ or ""
     return text.partition("\n")[0].partition(": ")[2].strip().strip('"')
 
 

@@ -140,6 +140,17 @@ def test_an_answer_calls_if_it_wants_to(api, saying):
     assert plain.tool_calls is None and "<tool_call>" in plain.content
 
 
+def test_a_line_before_words_is_in_no_answer(api, saying, monkeypatch):
+    """As functionary's `all`, which it also writes where no tools are given."""
+    head = " all\n"  # this tokenizer puts a space before texts
+    monkeypatch.setattr(api.server, "style", Style("", ">>>", "", middle="\n", head=head))
+    saying("all\nthe")
+    for how in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        whole = api.chat(max_tokens=12, **how).choices[0].message.content
+        text, calls, _ = put_together(api.chat(max_tokens=12, stream=True, **how))
+        assert whole.startswith("the") and text.rstrip() == whole.rstrip() and not calls
+
+
 def test_a_connection_is_not_silent_while_a_call_is_written(api, dense, monkeypatch):
     """Proxies cut those; clients skip the comments."""
     monkeypatch.setattr(stream, "QUIET", 0.01)

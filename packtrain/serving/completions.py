@@ -131,7 +131,7 @@ class Chats(Texts):
         super().__init__(model, tokenizer, asked, verbose)
         tools = self._tools = asked.tools
         openings = tools.awaited if tools else ()
-        self._leading = tools.style.head if tools else ""
+        self._leading = asked.head
         self._shown = [Pieces(openings) for _ in asked.jobs]
         self._texts = [""] * len(asked.jobs)
         thinks = asked.thinks
@@ -203,7 +203,7 @@ class Chats(Texts):
         return [*events, self._delta(number, {}, reason) | self._more(number, "", end) | told]
 
     def _calls(self, text: str) -> tuple[str, list[Event]]:
-        return self._tools.parse(text) if self._tools else (text, [])
+        return self._tools.parse(text) if self._tools else (text.removeprefix(self._leading), [])
 
     def _choice(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> Event:
         thinks = self._asked.thinks

@@ -143,6 +143,7 @@ class Asked:
     tools   those that answers may call
     thinks  whether answers begin within thoughts; None: thoughts are not told apart
     marks   what stands before and behind thoughts
+    head    what may stand before an answer's words, see Style
     counted whether a stream ends with the counts of tokens
     timed   whether each event of a stream has the counts so far
     """
@@ -154,6 +155,7 @@ class Asked:
     tools: Tools | None = None
     thinks: bool | None = None
     marks: tuple[str, str] = MARKS
+    head: str = ""
     counted: bool = False
     timed: bool = False
 
@@ -216,9 +218,9 @@ def chat(server: Server, body: Body) -> Asked:
     special = tools is not None and tools.has_tokens(server.tokenizer)
     count = body.number("n", 1, 1, MOST_ANSWERS)
     job = replace(with_top(server, job, shown, count), special=special)
-    thinks = thinks_of(server, body, text, conversation)
-    told: dict[str, Any] = {"thinks": thinks, "marks": server.marks or MARKS, **counts_of(body)}
-    return Asked(several(job, count), count, shown, tools=tools, **told)
+    thinks, marks = thinks_of(server, body, text, conversation), server.marks or MARKS
+    told: dict[str, Any] = {"thinks": thinks, "marks": marks, "head": server.style.head}
+    return Asked(several(job, count), count, shown, tools=tools, **told, **counts_of(body))
 
 
 def thinks_of(server: Server, body: Body, text: str, conversation: Conversation) -> bool | None:

@@ -1,6 +1,6 @@
 """Where a graph runs: backends in order of preference, homes of leaves, and what each memory may hold."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,11 @@ class Target:
     def private(self) -> bool:
         """Whether everything is in the process's own memory."""
         return all(backend.space == HOST for backend in self.every)
+
+    def beyond(self, space: str, buffers: Sequence[int]) -> int:
+        """By how much more than these sizes buffers get there, see Backend.pool."""
+        found = next((b for b in self.every if b.space == space), None)
+        return 0 if found is None else found.pool((), buffers)
 
     @property
     def limit(self) -> int | None:

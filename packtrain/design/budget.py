@@ -33,7 +33,7 @@ ROUNDS = 3  # searches, each with lower limits, until the result fits the proces
 
 def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
     """Plans within the limits, or a refusal with advice. The search runs before the kernels are loaded."""
-    kernels, most, change = request.kernels, request.limits.get(HOST), ""
+    kernels, most, change = request.kernels, request.limits.get(HOST, math.inf), ""
     if not request.limits:
         if request.runs:
             kernels.load()
@@ -41,19 +41,17 @@ def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
     else:
         plans, change = searched(shape, request, say)
         less = kernels.unsure + REUSED_NBYTES * request.runs
-        fits = most is None or plans.needed_nbytes - less <= most
-        if fits and (request.runs or kernels.unsure):
+        if plans.needed_nbytes - less <= most and (request.runs or kernels.unsure):
             kernels.load()
             plans = in_process(plans, plans.searching)
-            room = math.inf if most is None else most
             again = private_nbytes() + searching_nbytes(shape)
-            if plans.needed_nbytes > room >= again:  # they took more than expected
+            if plans.needed_nbytes > most >= again:  # they took more than expected
                 here = replace(request, baseline=plans.baseline)
                 del plans
                 plans, change = searched(shape, here, say)
     refused = full(plans, request.limits, change)
-    if refused is None and most is not None and plans.needed_nbytes > most:
-        refused = refusal(plans, change or "a little more would do", most)
+    if refused is None and plans.needed_nbytes > most:
+        refused = refusal(plans, change or "a little more would do", int(most))
     return plans if refused is None else replace(plans, refusal=refused)
 
 

@@ -136,11 +136,9 @@ class Drafts:
             like = None if first == shape else self.chain(first)
             calls = int(self.sizes(shape).inside)
             self._chains[shape] = chain(shape, self.request, self.space, like, calls, self._build)
-        found = self._chains[shape]
-        self._keep(found)
-        return found
+        return self._kept(self._chains[shape])
 
-    def _keep(self, asked: Chain) -> None:
+    def _kept(self, asked: Chain) -> Chain:
         """Free the graphs of the chain that was asked for before; what needs one again builds it."""
         measured = asked if asked.like is None else asked.like.chain
         if measured is not self._measured:
@@ -149,6 +147,7 @@ class Drafts:
             self._measured = measured
             self._short.clear()
             gc.collect()
+        return asked
 
     def inside(self, shape: StepShape) -> bool:
         """Whether blocks compute in this space."""
@@ -179,8 +178,7 @@ class Drafts:
 
     def _given(self, sizes: StepEstimate, arena: int) -> int:
         """Bytes of the arena, and by how much it and the leaves get more than they need."""
-        backend = next((b for b in self.request.target.every if b.space == self.space), None)
-        return arena + (0 if backend is None else backend.pool((), (int(sizes.leaves), arena)))
+        return arena + self.request.target.beyond(self.space, (int(sizes.leaves), arena))
 
     def _nbytes(self, shape: StepShape, sizes: StepEstimate, again: int) -> int:
         """Bytes of everything but the arena, with `again` recomputed calls."""

@@ -154,8 +154,7 @@ class Plans:
     def pool_nbytes(self, space: str) -> int:
         """What kernels take of a space beside their workspaces, and buffers beside what they hold."""
         kernels = max(plan.arena(space).pool_nbytes for plan in self.plans.values())
-        backend = next((b for b in self.target.every if b.space == space), None)
-        return kernels if backend is None else kernels + backend.pool((), self._buffers(space))
+        return kernels + self.target.beyond(space, self._buffers(space))
 
     def _buffers(self, space: str) -> list[int]:
         """Sizes of what a session has there: what was copied from a file, other leaves and constants, the arena."""

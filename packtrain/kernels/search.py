@@ -9,7 +9,21 @@ import numpy as np
 from numba import types
 
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.simd import peek, poke, scratch
+from packtrain.kernels.simd import (
+    INFINITY,
+    LANES,
+    absolute,
+    f32x16,
+    load,
+    maximum,
+    neg,
+    peek,
+    poke,
+    scratch,
+    select_less,
+    splat,
+    store,
+)
 
 i64, f32, void = types.int64, types.float32, types.void
 NOTHING = np.float32(1e-15)  # a group without larger values is all zeros
@@ -17,6 +31,15 @@ ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bi
 LARGEST = 1 << 22
 TURNS = 5  # at most, each through all codes of a group
 group = (i64, i64, i64, i64, i64)  # x, w, n, most, codes
+
+
+@part(f32x16())
+def lanes():
+    """0 .. 15."""
+    numbers = scratch(16)
+    for lane in range(LANES):
+        poke(numbers, lane, f32(lane))
+    return load(numbers, 0)
 
 
 @part(i64(f32))
@@ -66,25 +89,45 @@ def products(x, w, n, most, codes, inverse):
     return sum_lx, sum_ll
 
 
+@part(f32x16(f32x16, f32, f32))
+def codes_of(v, low, high):
+    return neg(maximum(-high, neg(maximum(v + ROUND - ROUND, low))))
+
+
+@part(void(i64, i64, i64, i64, i64, f32x16))
+def all_products(x, w, n, most, found, inverses):
+    """`products` of a scale in each lane, without the codes."""
+    sum_lx, sum_ll = splat(0.0), splat(0.0)
+    for i in range(n):
+        code = codes_of(inverses * peek(x, i), f32(-most), f32(most - 1))
+        sum_lx += code * (peek(w, i) * peek(x, i))
+        sum_ll += code * peek(w, i) * code
+    store(found, 0, sum_lx)
+    store(found, LANES, sum_ll)
+
+
 @kernel(f32(*group))
 def even(x, w, n, most, codes):
     """The scale of a group; eighteen trials map its extreme to most - 0.9 .. most + 0.9. make_qx_quants."""
-    extreme, trial = furthest(x, n), scratch(32)
+    extreme, found = furthest(x, n), scratch(32)
     if extreme == 0:
         put_zeros(codes, n)
         return f32(0)
-    sum_lx, sum_ll = products(x, w, n, most, codes, f32(-most) / extreme)
+    first = inverse = f32(-most) / extreme
+    sum_lx, sum_ll = products(x, w, n, most, codes, first)
     scale = sum_lx / sum_ll if sum_ll != 0 else f32(0)
     best = scale * sum_lx
-    for i in range(-9, 10):
-        if i != 0:
-            inverse = -(f32(most) + f32(0.1) * f32(i)) / extreme
-            sum_lx, sum_ll = products(x, w, n, most, trial, inverse)
+    for begin in (-9, 1):
+        inverses = neg((lanes() + f32(begin)) * f32(0.1) + f32(most)) / extreme
+        all_products(x, w, n, most, found, inverses)
+        for lane in range(9):
+            sum_lx, sum_ll = peek(found, lane), peek(found, LANES + lane)
             if sum_ll > 0 and sum_lx * sum_lx > best * sum_ll:
-                for k in range(n):
-                    poke(codes, k, peek(trial, k))
                 scale = sum_lx / sum_ll
                 best = scale * sum_lx
+                inverse = -(f32(most) + f32(0.1) * f32(begin + lane)) / extreme
+    if inverse != first:
+        products(x, w, n, most, codes, inverse)
     return scale
 
 
@@ -179,18 +222,37 @@ def misfit(x, w, n, codes, scale, low, sizes):
     return error
 
 
-@kernel(types.UniTuple(f32, 3)(*group, f32, f32))
-def line_sums(x, w, n, most, codes, low, inverse):
-    """Codes for one line, and the sums of w * code, w * code * code and w * code * x."""
-    sum_l, sum_ll, sum_lx = f32(0), f32(0), f32(0)
+@part(f32x16(i64, i64, i64, i64, f32x16, f32x16, i64))
+def misfits(x, w, n, codes, scales, lows, sizes):
+    """`misfit` of a trial in each lane."""
+    errors = splat(0.0)
     for i in range(n):
-        code = code_of(inverse * (peek(x, i) - low), 0, most)
-        poke(codes, i, code)
-        part = peek(w, i) * code
+        off = scales * load(codes, i * LANES) + lows - peek(x, i)
+        errors += splat(peek(w, i)) * (absolute(off) if sizes else off * off)
+    return errors
+
+
+@part(void(*group, f32, f32x16, f32, f32, i64))
+def tried(x, w, n, most, found, low, inverses, weight, sum_x, sizes):
+    """A trial in each lane: writes errors, scales and lows, and then the codes of each value, to `found`."""
+    sum_l, sum_ll, sum_lx = splat(0.0), splat(0.0), splat(0.0)
+    codes = found + 3 * LANES * 4
+    for i in range(n):
+        code = codes_of(inverses * (peek(x, i) - low), f32(0), f32(most))
+        store(codes, i * LANES, code)
+        part = code * peek(w, i)
         sum_l += part
         sum_ll += part * code
         sum_lx += part * peek(x, i)
-    return sum_l, sum_ll, sum_lx
+    determinant = sum_ll * weight - sum_l * sum_l
+    scales = (sum_lx * weight - sum_l * sum_x) / determinant
+    lows = (sum_ll * sum_x - sum_l * sum_lx) / determinant
+    scales = select_less(0.0, lows, sum_lx / sum_ll, scales)
+    lows = select_less(0.0, lows, 0.0, lows)
+    errors = misfits(x, w, n, codes, scales, lows, sizes)
+    store(found, 0, select_less(0.0, determinant, errors, INFINITY))
+    store(found, LANES, scales)
+    store(found, 2 * LANES, lows)
 
 
 @kernel(types.UniTuple(f32, 2)(*group, f32, f32, i64, i64))
@@ -200,7 +262,7 @@ def sloped(x, w, n, most, codes, first, step, trials, sizes):
     The range of the values gets `most` codes, then in trial i most + first + i * step; of these lines through codes and
     values the one with the least weighted errors, or their sizes, is kept.
     """
-    low, high, weight, sum_x, trial = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(32)
+    low, high, weight, sum_x, found = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(560)
     for i in range(n):
         low, high = min(low, peek(x, i)), max(high, peek(x, i))
         weight += peek(w, i)
@@ -214,18 +276,18 @@ def sloped(x, w, n, most, codes, first, step, trials, sizes):
         poke(codes, i, code_of(inverse * (peek(x, i) - low), 0, most))
     scale = f32(1) / inverse
     best = misfit(x, w, n, codes, scale, low, sizes)
-    for number in range(trials + 1):
-        inverse = (first + step * f32(number) + f32(most)) / (high - low)
-        sum_l, sum_ll, sum_lx = line_sums(x, w, n, most, trial, low, inverse)
-        determinant = weight * sum_ll - sum_l * sum_l
-        if determinant > 0:
-            new_scale = (weight * sum_lx - sum_x * sum_l) / determinant
-            new_low = (sum_ll * sum_x - sum_l * sum_lx) / determinant
-            if new_low > 0:
-                new_scale, new_low = sum_lx / sum_ll, f32(0)
-            error = misfit(x, w, n, trial, new_scale, new_low, sizes)
-            if error < best:
-                for i in range(n):
-                    poke(codes, i, peek(trial, i))
-                best, scale, low = error, new_scale, new_low
+    number = 0
+    while number <= trials:
+        inverses = ((lanes() + f32(number)) * step + first + f32(most)) / (high - low)
+        tried(x, w, n, most, found, low, inverses, weight, sum_x, sizes)
+        lane, ahead = 0, min(trials + 1 - number, LANES)
+        while lane < ahead and not peek(found, lane) < best:
+            lane += 1
+        number += lane
+        if lane < ahead:  # later trials begin from its lowest value
+            number += 1
+            best, scale = peek(found, lane), peek(found, LANES + lane)
+            low = peek(found, 2 * LANES + lane)
+            for i in range(n):
+                poke(codes, i, peek(found, (3 + i) * LANES + lane))
     return scale, low

@@ -1,12 +1,17 @@
 """What backends do for plans before and between runs: take what kernels need, see Backend.reserve, and have quicker
-calls for the times after the first, see Backend.recorded."""
+calls for the times after the first, see Backend.recorded. Those of kernels with entries are made by compiled code, see
+Table."""
 
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any
 
-from packtrain.backends.host import HOST, Run
+import numpy as np
+
+from packtrain.backends.host import HOST, Run, later
 from packtrain.debug import flags
+from packtrain.kernels import ahead, machine
 from packtrain.placing import Placed
 from packtrain.planning import Place
 
@@ -31,3 +36,47 @@ def reserve(every: Iterable[Placed], arenas: Mapping[Place, tuple[int, Any]]) ->
         for (space, _), (_, buffer) in arenas.items() if backend.streams else ():
             if space == HOST:
                 backend.lock(buffer)
+
+
+class Table:
+    """Calls by the entries of their kernels (see kernels.machine), for compiled code to make one after the other."""
+
+    def __init__(self, placed: Placed, calls: Sequence[Run]) -> None:
+        self.rows, self._kept = np.zeros((len(calls), 2), np.int64), list[Any]()
+        self.calls, self._placed, self._counts = calls, placed, dict[tuple[str, ...], int]()
+        self._whole = later in calls  # what has been recorded must not be cut
+        for at, (step, call) in enumerate(zip(placed.steps, calls, strict=True)):
+            plain: Any = getattr(call, "plain", call)
+            entry, kernel = machine.entered.get(getattr(plain, "func", None), (0, None))
+            # of updates the executor has to know which of them have begun
+            if kernel is not None and (step.op.repeatable or not step.op.writes):
+                words = array("q", machine.words_of(kernel, plain.args))
+                self.rows[at] = entry, words.buffer_info()[0]
+                self._kept.append(words)
+
+    def needed(self, only: Container[str] | None) -> int:
+        """How many of the calls are needed for all outputs, or for these, and for all updates."""
+        graph = self._placed.graph
+        wanted = tuple(name for name in graph.outputs if only is None or name in only)
+        if wanted not in self._counts:
+            bases = {graph.outputs[name].base for name in wanted}
+            ends = [
+                at + 1
+                for at, step in enumerate(self._placed.steps)
+                if self._whole or step.op.writes or any(t.base in bases for t in step.results)
+            ]
+            self._counts[wanted] = max(ends, default=0)
+        return self._counts[wanted]
+
+    def others(self, count: int) -> Iterator[int]:
+        """Make calls 0 … count - 1, but those without an entry, or that fail: their numbers, for the caller to make."""
+        at, run_all = 0, ahead.load("call").run_all
+        while (at := run_all(self.rows, at, count)) < count:
+            yield at
+            at += 1
+
+
+def tabled(placed: Placed, calls: Sequence[Run]) -> Table | None:
+    """The table of calls that have all been run; None if none of them has an entry."""
+    table = None if "norecord" in flags() else Table(placed, calls)
+    return table if table is not None and table.rows[:, 0].any() else None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,17 +20,15 @@ from packtrain.errors import DoesNotFit
 from packtrain.observe import CHECKS, Bound, Observer, Run, See, report
 from packtrain.placing import Placed
 from packtrain.planning import Place, Plan, make_plan
-from packtrain.repeating import repeated, reserve
+from packtrain.repeating import Table, repeated, reserve, tabled
 from packtrain.steps import Step
 from packtrain.tensor import Spec, Tensor
+from packtrain.values import RunError as RunError
+from packtrain.values import fitting
 
 K = TypeVar("K")
 Stop = Callable[[], bool] | None
 Names = Container[str] | None
-
-
-class RunError(RuntimeError):
-    """A run that cannot start; the message names what is missing or wrong."""
 
 
 class Stopped(Exception):
@@ -160,7 +158,7 @@ class Session:
             given = shared is not None or leaf.kind == "state"
             known = self._leaves[leaf.label] = _Leaf(leaf.spec, backend, given)
             if shared is not None:
-                known.buffer = backend.share(_fitting(leaf.label, shared, leaf.spec, "no"))
+                known.buffer = backend.share(fitting(leaf.label, shared, leaf.spec, "no"))
         elif known.spec != leaf.spec or known.backend.space != backend.space:
             here = f"{known.spec} on {known.backend.space}"
             raise RunError(
@@ -182,7 +180,7 @@ class Session:
         """Give leaves their values by name; shapes must be the leaves' own. Setting all cleans a dirty session."""
         for name, value in values.items():
             leaf = self._own(name)
-            leaf.backend.write(leaf.array, _fitting(name, value, leaf.spec))
+            leaf.backend.write(leaf.array, fitting(name, value, leaf.spec))
             leaf.given = True
         if {*values, *self._shared, *self._within} >= self._leaves.keys():
             self.dirty = None
@@ -238,22 +236,6 @@ class Session:
         return [name for name in weights if not self._leaves[name].given]
 
 
-def _fitting(
-    name: str, value: Any, spec: Spec, casting: Literal["no", "same_kind"] = "same_kind"
-) -> np.ndarray:
-    """The value as an array of the spec: same shape, same kind of number, no overflow."""
-    given, dtype = np.asarray(value), spec.dtype.numpy
-    if given.shape != spec.dtype.array_shape(spec.shape):
-        raise RunError(f"{name} is {spec}; a value of shape {list(given.shape)} does not fit")
-    if not np.can_cast(given.dtype, dtype, "no" if dtype.names else casting):
-        raise RunError(f"{name} is {spec}; a value of {given.dtype} does not fit")
-    if dtype.kind in "iu" and given.size and not np.can_cast(given.dtype, dtype):
-        low, high = int(given.min()), int(given.max())
-        if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
-            raise RunError(f"{name} is {spec}; values from {low} to {high} do not fit")
-    return given
-
-
 class Executor:
     """One plan, bound to its session's memory: `executor(inputs) -> outputs by name`.
 
@@ -279,6 +261,7 @@ class Executor:
 
     def _bind(self) -> None:
         self.generation, self.runs = self.session.generation, 0
+        self.table: Table | None = None
         self.calls = [bound.run for bound in self._bound()]
         inputs = (t for t in self.placed.graph.leaves if t.kind == "input")
         self.inputs = {t.label: (self.placed.home[t], self._array(t), t.spec) for t in inputs}
@@ -339,9 +322,12 @@ class Executor:
                 self._guarded(observer.calls(), stop)
                 observer.report()
             else:
-                self.calls = repeated(self.placed, self.calls) if self.runs == 1 else self.calls
-                self._guarded(self.calls, stop)
+                table = self.table if self.table and self.table.calls is self.calls else None
+                self._guarded(self.calls, stop, table, only)
                 self.runs += 1
+                if self.runs == 1:
+                    self.calls = repeated(self.placed, self.calls)
+                    self.table = tabled(self.placed, self.calls)
             wanted = self.outputs.items()
             return {name: b.read(a) for name, (b, a) in wanted if only is None or name in only}
 
@@ -349,20 +335,23 @@ class Executor:
         arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
         return Observer(self.placed, self.plan, [*self._bound()], arenas, self.watchers, on)
 
-    def _run(self, calls: list[Run], stop: Stop) -> None:
-        for at, call in enumerate(calls):
+    def _run(self, calls: list[Run], stop: Stop, turns: Iterable[int]) -> None:
+        for at in turns:
             if stop is not None and stop():
                 raise Stopped(f"stopped before {self.placed.steps[at].op.name}")
             self.at = at
-            again = call()
+            again = calls[at]()
             if again is not None:
                 calls[at] = again
         for sync in self.syncs:
             sync()
 
-    def _guarded(self, calls: list[Run], stop: Stop) -> None:
+    def _guarded(
+        self, calls: list[Run], stop: Stop, table: Table | None = None, only: Names = None
+    ) -> None:
         try:
-            self._run(calls, stop)
+            count = table.needed(only) if table else len(calls)
+            self._run(calls, stop, range(count) if table is None or stop else table.others(count))
         except BaseException as error:
             if self.at >= self.first_update:
                 name = self.placed.steps[self.at].op.name
@@ -386,7 +375,7 @@ class Executor:
         if not self.runs and (unset := self.session.unset(self.placed)):
             raise RunError(f"weights without a value: {', '.join(unset)}")
         for name, (backend, array, spec) in self.inputs.items():
-            backend.write(array, _fitting(name, inputs[name], spec))
+            backend.write(array, fitting(name, inputs[name], spec))
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
         """Run again without updates; returns which step first computes a non-finite value, or None."""

@@ -368,7 +368,7 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
     counts = list[tuple[str, int, int, int]]()
     plain = Executor._run
 
-    def counted(self: Executor, calls: list[Any], stop: Any) -> None:
+    def counted(self: Executor, calls: list[Any], stop: Any, turns: Any) -> None:
         pool = self.plan.arena("far").pool_nbytes
 
         def one(step: Step, call: Any) -> Any:
@@ -381,7 +381,9 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
 
             return meted
 
-        plain(self, [one(*both) for both in zip(self.placed.steps, calls, strict=True)], stop)
+        plain(
+            self, [one(*both) for both in zip(self.placed.steps, calls, strict=True)], stop, turns
+        )
 
     for backend in (THERE, FAR):
         steps(Target.of(backend))  # tables of types are made once

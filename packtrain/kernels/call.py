@@ -93,6 +93,31 @@ if crew.AVAILABLE:
 else:
     on_threads = kernel(void(i64, i64, i64), parallel=True)(in_parallel)
 threads = pool.threads  # how many on_threads uses
+words2 = types.Array(i64, 2, "C", readonly=True)
+
+
+@intrinsic
+def enter(typingctx, entry, given):
+    """Call a kernel by what `machine.entries` wrote; 0 if all is well."""
+
+    def codegen(context, builder, sig, args):
+        form = ir.FunctionType(I64, [I64])
+        return builder.call(builder.inttoptr(args[0], form.as_pointer()), [args[1]])
+
+    return i64(i64, i64), codegen
+
+
+@kernel(i64(words2, i64, i64))
+def run_all(rows, at, end):
+    """Run calls at … end - 1, up to the first without an entry, or one that fails; the number of the next.
+
+    rows  of each call its entry, or 0, and the address of its arguments
+    """
+    while at < end and rows[at, 0] != 0:
+        if enter(rows[at, 0], rows[at, 1]) != 0:
+            break
+        at += 1
+    return at
 
 
 def task_code(context, builder, function, kinds, given_type, places):

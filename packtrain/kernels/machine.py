@@ -2,12 +2,14 @@
 
 `save` writes the objects that numba compiled, in order: each refers to earlier ones by symbol. `load` makes functions
 of them, with the wrappers that numba compiled, too; they need numba's C code and none of its Python. Arguments must be
-of the declared types: PACKTRAIN_DEBUG=calls checks it.
+of the declared types: PACKTRAIN_DEBUG=calls checks it. Kernels with arrays have entries, too, which take the arguments
+from words of memory, so that compiled code can call one after the other.
 """
 
 import ctypes
 import os
 import pickle
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -25,7 +27,10 @@ FILE = "code"
 HELPERS = {"numba._helperlib": "numba_", "numba.core.runtime._nrt_python": "NRT_"}
 made: list[Any] = []  # numba's dispatchers of kernels, in the order in which they were compiled
 functions: dict[str, Any] = {}  # by symbol, of the kernels in this process
+entered: dict[Any, tuple[int, "Kernel"]] = {}  # by function, the address of its entry
 lasting: list[Any] = []  # what compiled code points to
+ENTRY = "enter "
+NUMBERS = {"<i8": "<q", "<i4": "<i", "<f8": "<d", "<f4": "<f", "|b1": "?"}
 
 
 class Array(NamedTuple):
@@ -53,7 +58,9 @@ class Kernel(NamedTuple):
     function: str
     wrapper: str
     environment: str
-    given: tuple[Array | None, ...]  # its arguments; None is a number
+    given: tuple[
+        Array | str | None, ...
+    ]  # its arguments: a number by its dtype, None is anything else
     code: bytes
 
 
@@ -67,7 +74,7 @@ def save(module: ModuleType, compiled: Sequence[Any], folder: Path) -> str:
     attributes = vars(module).items()
     shown = {name: symbols[id(value)] for name, value in attributes if id(value) in symbols}
     constants = {name: value for name, value in attributes if name.isupper() and plain(value)}
-    content = [tuple(kernel_of(one)) for one in compiled], shown, constants
+    content = [tuple(kernel_of(one)) for one in compiled], entries(compiled), shown, constants
     written = pickle.dumps(content)
     (folder / FILE).write_bytes(written)
     return sha256(written).hexdigest()
@@ -84,7 +91,7 @@ def kernel_of(dispatcher: Any) -> Kernel:
     (found,) = dispatcher.overloads.values()
     _, _, (code, _) = found.library.serialize_using_object_code()
     about = found.fndesc
-    given = tuple(map(array_of, found.signature.args))
+    given = tuple(map(given_of, found.signature.args))
     return Kernel(
         dispatcher.outside.mangled_name,
         about.llvm_func_name,
@@ -95,12 +102,48 @@ def kernel_of(dispatcher: Any) -> Kernel:
     )
 
 
-def array_of(kind: Any) -> Array | None:
-    """The type of an array, given numba's."""
-    if not hasattr(kind, "ndim"):
-        return None
+def given_of(kind: Any) -> Array | str | None:
+    """An argument, given numba's type."""
     as_dtype = sys.modules["numba"].np.numpy_support.as_dtype
-    return Array(as_dtype(kind.dtype).str, kind.ndim, kind.layout, kind.mutable)
+    if hasattr(kind, "ndim"):
+        return Array(as_dtype(kind.dtype).str, kind.ndim, kind.layout, kind.mutable)
+    return str(as_dtype(kind).str) if hasattr(kind, "bitwidth") or kind.name == "bool" else None
+
+
+def has_entry(given: Sequence[Any]) -> bool:
+    return None not in given and any(isinstance(kind, Array) for kind in given)
+
+
+def entries(compiled: Sequence[Any]) -> bytes:
+    """Object code with the entries of kernels: functions of the address of words, 0 if all is well.
+
+    A kernel that returns a number returns a negative one then.
+    """
+    import llvmlite.binding as llvm
+    from llvmlite import ir
+    from numba.core.registry import cpu_target
+
+    context, word, module = cpu_target.target_context, ir.IntType(64), ir.Module("entries")
+    for dispatcher in compiled:
+        (found,) = dispatcher.overloads.values()
+        if not has_entry([*map(given_of, found.signature.args)]):
+            continue
+        callee = context.declare_function(module, dispatcher.outside)
+        entry = ir.Function(module, ir.FunctionType(word, [word]), ENTRY + callee.name)
+        builder = ir.IRBuilder(entry.append_basic_block())
+        out = [builder.alloca(arg.type.pointee) for arg in callee.args[:2]]
+        given = list[Any]()
+        for i, arg in enumerate(callee.args[2:]):
+            place = builder.add(entry.args[0], word(8 * i))
+            given.append(builder.load(builder.inttoptr(place, arg.type.as_pointer())))
+        status = builder.call(callee, [*out, *given])
+        bad = builder.icmp_signed("!=", status, status.type(0))
+        if out[0].type.pointee == word:
+            bad = builder.or_(bad, builder.icmp_signed(">=", builder.load(out[0]), word(0)))
+        builder.ret(builder.zext(bad, word))
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    return bytes(target.emit_object(llvm.parse_assembly(str(module))))
 
 
 # ---- without numba ---------------------------------------------------------------------------------------------
@@ -147,10 +190,11 @@ def load(name: str, folder: Path, checksum: str, itself: Callable[[str], Any]) -
             raise AttributeError(f"{name} has no attribute {attribute}")
         return getattr(itself(name), attribute)
 
-    kernels, shown, constants = pickle.loads(written)
+    kernels, code, shown, constants = pickle.loads(written)
     module = ModuleType(name)
     for kernel in kernels:
         functions[kernel[0]] = bound(module, Kernel(*kernel))
+    with_entries(code, [Kernel(*kernel) for kernel in kernels])
     vars(module).update(constants, __getattr__=other)
     vars(module).update({attribute: functions[symbol] for attribute, symbol in shown.items()})
     return module
@@ -174,12 +218,43 @@ def bound(module: ModuleType, kernel: Kernel) -> Callable[..., Any]:
     return checked(function, kernel) if checking else function
 
 
+def with_entries(code: bytes, kernels: Sequence[Kernel]) -> None:
+    import llvmlite.binding as llvm
+
+    engine().add_object_file(llvm.ObjectFileRef.from_data(code))
+    for kernel in kernels:
+        if has_entry(kernel.given):
+            address = engine().get_function_address(ENTRY + kernel.symbol)
+            entered[functions[kernel.symbol]] = address, kernel
+
+
+def words_of(kernel: Kernel, given: Sequence[Any]) -> list[int]:
+    """Arguments as an entry takes them."""
+    words = list[int]()
+    for kind, value in zip(kernel.given, given, strict=True):
+        if isinstance(kind, Array):
+            # not __array_interface__, see ops.arrays.start_with
+            words += [
+                0,
+                0,
+                value.size,
+                value.itemsize,
+                value.ctypes.data,
+                *value.shape,
+                *value.strides,
+            ]
+        else:
+            raw = struct.pack(NUMBERS[str(kind)], value).ljust(8, b"\0")
+            words.append(int.from_bytes(raw, "little", signed=True))
+    return words
+
+
 def checked(function: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
     """The function, which then refuses arrays of other types."""
 
     def call(*given: Any) -> Any:
         for number, (value, wanted) in enumerate(zip(given, kernel.given, strict=True)):
-            if wanted is not None and not wanted.fits(value):
+            if isinstance(wanted, Array) and not wanted.fits(value):
                 raise TypeError(
                     f"{kernel.symbol}: argument {number} must be {wanted}: {value.dtype} {value.shape}"
                 )

@@ -138,6 +138,7 @@ def platform_parts() -> tuple[str, ...]:
     import llvmlite.binding
 
     return (
+        "with entries",  # of what is kept, see machine.py
         *map(version_of, ("numba", "llvmlite")),
         sys.version,
         llvmlite.binding.get_host_cpu_name(),

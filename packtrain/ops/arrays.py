@@ -89,10 +89,21 @@ def packed(w):
     return dtype_of(w).number, w.view(np.uint8).reshape(len(w), -1)
 
 
-def again(function, *given):
-    """Call it, and return the call: a kernel that returns this is run so from then on, while its arrays stay."""
-    function(*given)
-    return partial(function, *given)
+def again(function, *given, check=None):
+    """Call it, and return the call: a kernel that returns this is run so from then on, while its arrays stay.
+
+    check  is given what the function returns, which is negative where all is well
+    """
+    call = plain = partial(function, *given)
+    if check is not None:
+        call = partial(_checked, check, plain)
+        call.plain = plain
+    call()
+    return call
+
+
+def _checked(check, call):
+    check(call())
 
 
 def integers_of(x: Tensor, planes: int) -> Spec:

@@ -8,7 +8,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32, f64, i32, i64
 from packtrain.ops import torch_choosing
-from packtrain.ops.arrays import flat, rows
+from packtrain.ops.arrays import again, flat, rows
 from packtrain.ops.costs import Cost
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -39,7 +39,7 @@ def candidates_numpy(out, x, *, k):
 
 @candidates.kernel("cpu")
 def candidates_cpu(out, x, *, k):
-    kernels.choosing.candidates(rows(out[0]), rows(out[1]), rows(x))
+    return again(kernels.choosing.candidates, rows(out[0]), rows(out[1]), rows(x))
 
 
 candidates.kernel("torch")(torch_choosing.candidates)
@@ -100,7 +100,7 @@ def draw_numpy(y, ids, x, numbers, counts):
 
 @draw.kernel("cpu")
 def draw_cpu(y, ids, x, numbers, counts):
-    kernels.choosing.draw(flat(y), rows(ids), rows(x), rows(numbers), rows(counts))
+    return again(kernels.choosing.draw, flat(y), rows(ids), rows(x), rows(numbers), rows(counts))
 
 
 draw.kernel("torch")(torch_choosing.draw)

@@ -1,5 +1,7 @@
 """Rows by index: embeddings, the KV cache, and their gradients. A negative index means no row."""
 
+from functools import partial
+
 import numpy as np
 
 from packtrain import kernels, quant
@@ -14,20 +16,16 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 Q8_0 = BLOCK_TYPES["q8_0"]
 
 
-def _check(op_name: str, bad: int, ids, count: int) -> None:
+def _check(op_name: str, ids, count: int, bad: int) -> None:
     if bad >= 0:
         raise IndexError(
             f"{op_name}: index {ids.flat[bad]} at position {bad} is outside the {count} rows"
         )
 
 
-def _checked(op_name: str, kernel, given, ids, count: int) -> None:
-    _check(op_name, kernel(*given), ids, count)
-
-
 def _check_numpy(op_name: str, ids, count: int) -> None:
     beyond = np.flatnonzero(ids >= count)
-    _check(op_name, int(beyond[0]) if beyond.size else -1, ids, count)
+    _check(op_name, ids, count, int(beyond[0]) if beyond.size else -1)
 
 
 @op()
@@ -61,7 +59,8 @@ def get_rows_numpy(y, w, ids):
 @get_rows.kernel("cpu")
 def get_rows_cpu(y, w, ids):
     given = table(y, ids.ndim), *packed(table(w, 1)), flat(ids)
-    return again(_checked, "get_rows", kernels.rows.get_rows, given, ids, len(w))
+    check = partial(_check, "get_rows", ids, len(w))
+    return again(kernels.rows.get_rows, *given, check=check)
 
 
 @get_rows.kernel("torch")
@@ -127,7 +126,7 @@ def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
     if acc is not None:
         start_with(dw, acc)
     bad = kernels.rows.get_rows_back(table(dw, 1), table(dy, ids.ndim), flat(ids), acc is not None)
-    _check("get_rows_back", bad, ids, len(dw))
+    _check("get_rows_back", ids, len(dw), bad)
 
 
 @get_rows_back.kernel("torch")
@@ -195,7 +194,7 @@ def set_rows_cpu(out, leaf, x, ids):
     else:
         kind, there = packed(table(leaf, 1))
         kernel, to = kernels.rows.pack_rows, (kind == f16.number, there)
-    return again(_checked, "set_rows", kernel, (*to, *from_rows), ids, len(leaf))
+    return again(kernel, *to, *from_rows, check=partial(_check, "set_rows", ids, len(leaf)))
 
 
 @set_rows.kernel("torch")
@@ -252,7 +251,7 @@ def zero_rows_numpy(y, x, ids):
 @zero_rows.kernel("cpu")
 def zero_rows_cpu(y, x, ids):
     bad = kernels.rows.zero_rows(table(y, 1), table(x, 1), flat(ids))
-    _check("zero_rows", bad, ids, len(x))
+    _check("zero_rows", ids, len(x), bad)
 
 
 @zero_rows.kernel("torch")

@@ -1,0 +1,105 @@
+"""Calls that compiled code makes one after the other, by the entries of their kernels."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from packtrain.kernels.crew import AVAILABLE
+
+pytestmark = pytest.mark.skipif(
+    not AVAILABLE, reason="kernels run with numba here, without entries"
+)
+
+SOURCE = textwrap.dedent("""
+    import numpy as np
+    import packtrain as pt
+    from packtrain import ops
+    from packtrain.dtypes import i32
+    from packtrain.ops.index import set_rows
+    from packtrain.tensor import state
+
+    w, x, ids = pt.weight("w", (5, 64)), pt.input("x", (3, 64)), pt.input("ids", (3,), i32)
+    v, norm = pt.weight("v", (64, 64)), pt.weight("norm", (64,))
+    y = ops.matmul(ops.rms_norm(ops.add(ops.get_rows(w, ids), x), norm, eps=1e-6), v)
+    kept = set_rows(state("kept", (9, 64), pt.dtypes.f32, "cache"), y, ids)
+    z = ops.rms_norm(ops.swiglu(y, x), eps=1e-6)
+    placed = pt.place(pt.Graph({"y": y, "z": z}, kept))
+    session = pt.Session()
+    run = session.executor(placed)
+    random = np.random.default_rng(1)
+    session.set({n: random.standard_normal(s).astype("f") for n, s in
+                 {"w": (5, 64), "v": (64, 64), "norm": 64}.items()})
+
+    def given(*ids):
+        return {"ids": np.array(ids, np.int32), "x": random.standard_normal((3, 64)).astype("f")}
+""")
+
+
+def outcome(body: str) -> str:
+    """What a program prints that has this graph, in a process whose kernels come from the cache."""
+    command = [sys.executable, "-c", SOURCE + textwrap.dedent(body)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_runs_of_compiled_code_give_the_bits_of_single_calls():
+    body = """
+        other = pt.Session()
+        single = other.executor(placed)
+        other.set({name: session.get(name) for name in ("w", "v", "norm")})
+        for number in range(4):
+            one = given(4, 2, 1)
+            got, want = run(one), single(one, stop=lambda: False)  # calls with `stop` are made one by one
+            assert all(np.array_equal(got[name], want[name]) for name in want), number
+            assert np.array_equal(session.get("kept"), other.get("kept"))
+        names = [step.op.name for step, row in zip(placed.steps, run.table.rows) if row[0]]
+        print(*names)
+    """
+    assert outcome(body) == "get_rows rms_norm matmul set_rows swiglu rms_norm"
+
+
+def test_an_index_that_is_too_large_is_named_and_the_next_run_is_right():
+    body = """
+        first = given(4, 2, 1)
+        want = run(first)
+        run(first)
+        try:
+            run(given(4, 2, 9))
+        except IndexError as error:
+            lines = str(error).splitlines()
+        again = run(first)
+        assert all(np.array_equal(again[name], want[name]) for name in want)
+        print(lines[0])
+        print("ids" in "".join(lines[2:]), "norm" in "".join(lines[2:]))
+    """
+    told = "get_rows: index 9 at position 2 is outside the 5 rows\nTrue False"
+    assert outcome(body) == told
+
+
+def test_what_no_wanted_output_needs_is_left_out():
+    body = """
+        first, then = given(4, 2, 1), given(0, 2, 1)
+        run(first)
+        part = run(then, only={"y"})
+        there = run.outputs["z"][1].copy()
+        whole = run(then)
+        assert part.keys() == {"y"} and np.array_equal(whole["y"], part["y"])
+        assert not np.array_equal(there, whole["z"])
+        print(run.table.needed({"y"}), run.table.needed(None), len(run.calls))
+    """
+    assert outcome(body) == "5 7 7"
+
+
+def test_a_replaced_call_is_made():
+    body = """
+        run(given(4, 2, 1))
+        seen = []
+        calls = list(run.calls)
+        run.calls = [lambda i=i, call=call: (seen.append(i), call())[1] for i, call in enumerate(calls)]
+        run(given(4, 2, 1))
+        print(*seen)
+    """
+    assert outcome(body) == "0 1 2 3 4 5 6"

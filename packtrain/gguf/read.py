@@ -49,6 +49,12 @@ class GGUF:
         data = self._parts[e.part].data
         return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, data, e.offset)
 
+    def close(self) -> None:
+        """Unmap the file, once no array of it is left; none can be read afterwards."""
+        for part in self._parts:
+            if isinstance(part.data, mmap.mmap):
+                part.data.close()
+
 
 def _opened(path: Path) -> Part:
     """The file, mapped."""

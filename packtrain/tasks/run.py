@@ -56,8 +56,6 @@ class Trained:
     plan           the plan; compare `plan.planned_nbytes` with the measured `peak_nbytes`
     progress       steps, tokens, seconds, validation losses
     stopped        whether it was asked to stop; the same call with resume=True continues
-    ends           of the last validation of conversations: in how many answers the token that ends them was the
-                   likeliest, and in how many not cut off; (0, 0) if unknown, as with mask_prompt=False
     """
 
     output: Path
@@ -66,7 +64,12 @@ class Trained:
     progress: Progress
     peak_nbytes: int
     stopped: bool
-    ends: tuple[int, int] = (0, 0)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Of the result's validation on conversations: in how many answers the token that ends them was the likeliest,
+        and in how many not cut off; (0, 0) if unknown, as with mask_prompt=False."""
+        return self.progress.ends
 
     @property
     def losses(self) -> list[float]:
@@ -203,7 +206,7 @@ def _train(
             fit.finish()
             watch.end(_end(fit, prepared, watch))
         peak = watch.peak.nbytes
-        return Trained(settings.output, folder, prepared, fit.progress, peak, False, fit.ends)
+        return Trained(settings.output, folder, prepared, fit.progress, peak, False)
 
 
 def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[], bool]) -> bool:

@@ -13,7 +13,7 @@ from packtrain.gguf import GGUF
 from packtrain.ranks import here
 from packtrain.training import shards, state
 from packtrain.training.ending import why_ended
-from packtrain.training.engine import Counts, Engine
+from packtrain.training.engine import Engine
 from packtrain.training.job import Job
 from packtrain.training.state import Progress
 from packtrain.watch import Watch
@@ -24,10 +24,7 @@ SAMPLE = "sample: "  # begins the message of one
 
 @dataclass(slots=True)
 class Fit:
-    """A job on its engine: `begin` sets the values of the leaves, `go` trains to the end.
-
-    ends  of the validation of the result, see Evaluated.ends
-    """
+    """A job on its engine: `begin` sets the values of the leaves, `go` trains to the end."""
 
     job: Job
     engine: Engine
@@ -36,7 +33,6 @@ class Fit:
     sample: Callable[[], str] | None = None
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
-    ends: Counts = (0, 0)
 
     # ---- start
 
@@ -47,6 +43,7 @@ class Fit:
             self.job.subject.begin(session)
             return
         shards.restored(session, self.engine.plans, found)
+        found.gguf.close()  # saves replace the file, and a deleted one that is mapped takes room
         self.progress = replace(found.progress, shuffled=self.job.train.key)
         if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
             # these losses were measured on other batches and cannot be compared
@@ -120,10 +117,9 @@ class Fit:
 
     def _validate(self) -> dict[str, float]:
         got = self.engine.evaluate(self.job.validation(), self.job.subject.ends)
-        self.progress = self.progress.validated(got.loss)
-        if not (self.job.settings.patience and self.progress.stale):
-            self.ends = got.ends
-        if here().rank == 0 and self.job.settings.patience and not self.progress.stale:
+        patient = bool(self.job.settings.patience)
+        self.progress = self.progress.validated(got.loss, got.ends, best=patient)
+        if here().rank == 0 and patient and not self.progress.stale:
             self.job.subject.keep(self.folder / BEST, self.engine.session.view)
         return {
             "val_loss": got.loss,

@@ -34,6 +34,7 @@ class Progress:
     lowest    lowest training loss, and `unimproved`, steps since then
     shuffled  key of the order of the data: the step at which it was shuffled again, or 0
     last      validation loss of the last validation; `base` that before step 1, both over `batches` batches
+    ends      of the validation of the result, see Evaluated.ends
     """
 
     step: int = 0
@@ -50,6 +51,7 @@ class Progress:
     lowest: float = float("inf")
     unimproved: int = 0
     shuffled: int = 0
+    ends: tuple[int, int] = (0, 0)
 
     def after(self, tokens: int, seconds: float) -> "Progress":
         return replace(
@@ -63,10 +65,14 @@ class Progress:
         lowest, unimproved = (loss, 0) if better else (self.lowest, self.unimproved + 1)
         return replace(self, recent=recent, norm=norm, lowest=lowest, unimproved=unimproved)
 
-    def validated(self, loss: float) -> "Progress":
+    def validated(
+        self, loss: float, ends: tuple[int, int] = (0, 0), best: bool = False
+    ) -> "Progress":
+        """After a validation; `best`: the result will be the best step, not the last."""
         if loss < self.best:
-            return replace(self, best=loss, stale=0, best_step=self.step, last=loss)
-        return replace(self, stale=self.stale + 1, last=loss)
+            return replace(self, best=loss, stale=0, best_step=self.step, last=loss, ends=ends)
+        ends = self.ends if best else ends
+        return replace(self, stale=self.stale + 1, last=loss, ends=ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +189,8 @@ def _load(path: Path) -> Checkpoint:
         raise GGUFError(f"{path}: its description of the run is not JSON") from None
     if not _is_progress(progress) or not isinstance(about, dict) or "steps" not in about:
         raise GGUFError(f"{path}: its description of the run is not one that packtrain writes")
-    progress["recent"] = tuple(progress.get("recent", ()))
+    for name in {"recent", "ends"} & progress.keys():
+        progress[name] = tuple(progress[name])
     return Checkpoint(path, Progress(**progress), about, gguf)
 
 
@@ -192,12 +199,14 @@ def _is_progress(value: Any) -> bool:
     kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
     later = {"best_step": int, "last": float, "base": float, "batches": int}
     later |= {"recent": list, "norm": float, "lowest": float, "unimproved": int, "shuffled": int}
-    signed = {"recent", "lowest"}
+    later |= {"ends": list}
+    signed = {"recent", "lowest", "ends"}
     return (
         isinstance(value, dict)
         and kinds.keys() <= value.keys() <= kinds.keys() | later.keys()
         and all(type(given) is (kinds | later)[name] for name, given in value.items())
         and all(given >= 0 for name, given in value.items() if name not in signed)
         and all(type(loss) is float for loss in value.get("recent", ()))
+        and [type(count) for count in value.get("ends", (0, 0))] == [int, int]
         and value["step"] < 1 << 63
     )

@@ -280,6 +280,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
         ([{"messages": PAIR, "tools": [{"a": 1}]}], r"line 1: tools\[0\] has no name"),
         ([{"messages": [TURN, {"role": "assistant", "tool_calls": [{"function": {}}]}]}], r"a tool call needs a name"),
         ([{"conversations": [TURN, NO_CALL]}], r"is not JSON; it must be like"),
+        (f'{{"text": "a", "more": {"[" * 600}{"]" * 600}}}', r"line 1 is nested too deep; a record is like"),
     ],
 )  # fmt: skip
 def test_bad_records(tmp_path: Path, content: Any, said: str):

@@ -33,7 +33,12 @@ def read_records(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
     else:
         found = _lines(wanted, report)
     for where, value in found:
-        yield where, report.value(value)
+        try:
+            record = report.value(value)
+        except RecursionError:
+            report.reject(InputError(f"{where} is nested too deep", wanted))
+        else:
+            yield where, record
 
 
 def _lines(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:

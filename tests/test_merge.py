@@ -1,6 +1,8 @@
 """`packtrain merge`: what is added and how it is stored, what stays byte for byte, and what is refused in one line."""
 
 import re
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -285,6 +287,30 @@ def test_a_merge_with_data_prints_what_each_matrix_loses(tunable: Merge, capsys:
     changed = [n for n in base.entries if made.array(n).tobytes() != base.array(n).tobytes()]
     assert set(changed) == {line.split()[0] for line in out.splitlines() if "error" in line}
     assert tunable.output.stat().st_size == len(plain) and tunable.output.read_bytes() != plain
+
+
+FREED = """
+import sys
+import numpy as np
+from packtrain.cli import main
+from packtrain.memory import private_nbytes, settle
+assert main(sys.argv[1:]) == 0
+settle()
+before = private_nbytes()
+for mib in (24, 16):  # malloc would get the first one from the system, and keep the second
+    np.ones(mib << 20, np.uint8)
+print(private_nbytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere malloc is another one")
+def test_what_a_merge_with_data_frees_is_not_kept(tunable: Merge) -> None:
+    """--memory counts the matrices that are there at once: those that malloc kept took 30 MiB more."""
+    given = ["merge", tunable.model, *tunable.adapters, "-o", tunable.output]
+    data = ["--calibrate", tunable.model.with_name("chats.jsonl")]
+    command = [sys.executable, "-c", FREED, *map(str, given + data)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) < 4 << 20
 
 
 def test_text_calibrates_and_so_do_matrices_of_another_type(tunable: Merge, capsys: Capture):

@@ -1,5 +1,7 @@
 """What a backend is, and those of the host: NumPy arrays in ordinary memory."""
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,6 +11,9 @@ import numpy as np
 from packtrain.tensor import Kernel, Op, Spec, Tensor
 
 HOST = "host"  # the space that is the process's own memory
+LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of malloc.h
+LARGE = 1 << 16  # bytes that malloc gets from the system on their own
 
 Inputs = tuple[Tensor | None, ...]
 Run = Callable[[], Any]
@@ -18,6 +23,13 @@ Made = tuple[Op[..., Any], Inputs, dict[str, Any]]  # op, inputs and attributes 
 def aligned(nbytes: int, alignment: int) -> int:
     """Bytes rounded up to a multiple of the alignment."""
     return -(-nbytes // alignment) * alignment
+
+
+def return_freed() -> None:
+    """Let malloc return what is freed to the system at once: by default it keeps ever larger pieces."""
+    if hasattr(LIBC, "mallopt"):
+        for option in (MMAP_THRESHOLD, TRIM_THRESHOLD):
+            LIBC.mallopt(option, LARGE)
 
 
 def later() -> None:

@@ -6,7 +6,6 @@ PyTorch is loaded when a device of these is asked for. Kernels are those that op
 import ctypes
 import mmap
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,17 @@ import numpy as np
 from packtrain import kernels
 from packtrain.backends import streams
 from packtrain.backends.caching import CONFIG, Trace, buffers_nbytes, pool_nbytes, room_nbytes
-from packtrain.backends.host import Backend, Host, Inputs, Made, Run, aligned
+from packtrain.backends.host import (
+    LARGE,
+    LIBC,
+    Backend,
+    Host,
+    Inputs,
+    Made,
+    Run,
+    aligned,
+    return_freed,
+)
 from packtrain.backends.recorded import cuda_of, make_room, recorded
 from packtrain.backends.temporaries import Measured, measured, temporaries, torch_name, torch_type
 from packtrain.dtypes import DTYPES, NUMPY, Dtype, bf16, f64
@@ -27,9 +36,7 @@ from packtrain.ops.torch import Blocks, torch
 from packtrain.tensor import Kernel, Op, Spec
 
 NAME = "torch"  # of the kernels
-LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-MMAP_THRESHOLD, TRIM_THRESHOLD, DONTNEED = -3, -1, 4  # of malloc.h and mman.h
-LARGE = 1 << 16  # bytes that malloc gets from the system on their own
+DONTNEED = 4  # of mman.h
 TYPES = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
 
 
@@ -89,13 +96,6 @@ def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
     begin, end = work.ctypes.data, work.ctypes.data + work.nbytes
     begin, end = aligned(begin, mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
     return ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
-
-
-def return_freed() -> None:
-    """Let malloc return what is freed to the system at once: by default it keeps ever larger pieces."""
-    if hasattr(LIBC, "mallopt"):
-        for option in (MMAP_THRESHOLD, TRIM_THRESHOLD):
-            LIBC.mallopt(option, LARGE)
 
 
 # ---- on the host ---------------------------------------------------------------------------------------------

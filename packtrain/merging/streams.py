@@ -12,6 +12,7 @@ import numpy as np
 
 from packtrain import ops
 from packtrain.backends import CPU, Target
+from packtrain.backends.host import return_freed
 from packtrain.dtypes import Dtype, dtype_of, f32, i32
 from packtrain.graph import Graph
 from packtrain.merging.feedback import product
@@ -77,6 +78,7 @@ class Streams:
         batches: Sequence[Batch],
         target: Target = CPU,
     ) -> None:
+        return_freed()  # matrices of all sizes come and go, and what is kept of them is in no plan
         self.adapted, self.batches, self.target = adapted, batches, target
         self.shape = batches[0]["tokens"].shape
         self.session = Session(target.limits)

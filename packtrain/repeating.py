@@ -12,6 +12,7 @@ import numpy as np
 from packtrain.backends.host import HOST, Run, later
 from packtrain.debug import flags
 from packtrain.kernels import ahead, machine
+from packtrain.kernels.joined import joined
 from packtrain.placing import Placed
 from packtrain.planning import Place
 
@@ -45,14 +46,23 @@ class Table:
         self.rows, self._kept = np.zeros((len(calls), 2), np.int64), list[Any]()
         self.calls, self._placed, self._counts = calls, placed, dict[tuple[str, ...], int]()
         self._whole = later in calls  # what has been recorded must not be cut
-        for at, (step, call) in enumerate(zip(placed.steps, calls, strict=True)):
-            plain: Any = getattr(call, "plain", call)
-            entry, kernel = machine.entered.get(getattr(plain, "func", None), (0, None))
-            # of updates the executor has to know which of them have begun
-            if kernel is not None and (step.op.repeatable or not step.op.writes):
-                words = array("q", machine.words_of(kernel, plain.args))
-                self.rows[at] = entry, words.buffer_info()[0]
-                self._kept.append(words)
+        # of updates the executor has to know which of them have begun
+        plain = [
+            getattr(call, "plain", call) if step.op.repeatable or not step.op.writes else None
+            for step, call in zip(placed.steps, calls, strict=True)
+        ]
+        for at, call in enumerate(plain):
+            self._enter(at, call)
+        for at, end, one in joined(plain):
+            self._enter(at, one)
+            self.rows[at + 1 : end, 0] = ahead.load("call").MADE
+
+    def _enter(self, at: int, call: Any) -> None:
+        entry, kernel = machine.entered.get(getattr(call, "func", None), (0, None))
+        if kernel is not None:
+            words = array("q", machine.words_of(kernel, call.args))
+            self.rows[at] = entry, words.buffer_info()[0]
+            self._kept += words, call
 
     def needed(self, only: Container[str] | None) -> int:
         """How many of the calls are needed for all outputs, or for these, and for all updates."""
@@ -70,10 +80,13 @@ class Table:
 
     def others(self, count: int) -> Iterator[int]:
         """Make calls 0 … count - 1, but those without an entry, or that fail: their numbers, for the caller to make."""
-        at, run_all = 0, ahead.load("call").run_all
+        at, run_all, made = 0, ahead.load("call").run_all, ahead.load("call").MADE
         while (at := run_all(self.rows, at, count)) < count:
             yield at
             at += 1
+            while at < count and self.rows[at, 0] == made:
+                yield at
+                at += 1
 
 
 def tabled(placed: Placed, calls: Sequence[Run]) -> Table | None:

@@ -103,3 +103,66 @@ def test_a_replaced_call_is_made():
         print(*seen)
     """
     assert outcome(body) == "0 1 2 3 4 5 6"
+
+
+SEVERAL = """
+    from packtrain.dtypes import BLOCK_TYPES, f16
+    from packtrain.ops.rounded import matmul_rounded
+
+    def weights(name, rows, k=96):
+        if name == "f16":
+            return pt.tensor.constant("w", random.standard_normal((rows, k)).astype(np.float16), f16)
+        kind = BLOCK_TYPES[name]
+        bits = random.integers(0, 256, (rows, k // kind.block, kind.block_nbytes), np.uint8)
+        bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)
+        return pt.tensor.constant("w", bits.view(kind.numpy)[..., 0], kind)
+
+    def outcomes(graph, **given):
+        placed = pt.place(graph)
+        run, single = pt.Session().executor(placed), pt.Session().executor(placed)
+        for number in range(3):
+            got, want = run(given), single(given, stop=lambda: False)
+            assert all(np.array_equal(got[name], want[name]) for name in want), number
+        return run, want
+"""
+
+
+def test_products_of_the_same_rows_are_one_call_with_the_same_bits():
+    body = """
+        for m in (1, 3):
+            x, acc = pt.input("x", (m, 96)), pt.input("acc", (m, 40))
+            given = {"x": random.standard_normal((m, 96)).astype("f"), "acc": np.ones((m, 40), "f")}
+            for name in ("q4_0", "q8_0", "f16"):
+                q, k = ops.matmul(x, weights(name, 40), acc), ops.matmul(x, weights(name, 7))
+                v = ops.matmul(x, weights(name, 300))
+                found = {"q": q, "k": k, "v": v}
+                if name != "f16":
+                    found |= {"a": matmul_rounded(x, weights(name, 9)), "b": matmul_rounded(x, weights("q5_1", 33))}
+                run, _ = outcomes(pt.Graph(found), **given)
+                if name != "q8_0":  # without VNNI f32 is multiplied in f32
+                    print(m, name, *(int(row[0] == 1) for row in run.table.rows))
+    """
+    told = outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body))
+    assert told.splitlines() == [
+        "1 q4_0 0 1 1 0 0",
+        "1 f16 0 1 1",
+        "3 q4_0 0 1 1 0 0",
+        "3 f16 0 0 0",
+    ]
+
+
+def test_a_joined_call_that_fails_is_made_one_by_one():
+    body = """
+        x = pt.input("x", (1, 96))
+        given = {"x": random.standard_normal((1, 96)).astype("f")}
+        products = {name: ops.matmul(x, weights("q4_0", 40)) for name in "abc"}
+        run, want = outcomes(pt.Graph(products), **given)
+        assert (run.table.rows[:, 0] == 1).tolist() == [False, True, True]
+        for _, array in run.outputs.values():
+            array.fill(0)
+        run.table.rows[0, 0] = 0  # as if it failed
+        print(*run.table.others(3))
+        got = run(given)
+        assert all(np.array_equal(got[name], want[name]) for name in want)
+    """
+    assert outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body)) == "0 1 2"

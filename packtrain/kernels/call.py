@@ -93,6 +93,7 @@ if crew.AVAILABLE:
 else:
     on_threads = kernel(void(i64, i64, i64), parallel=True)(in_parallel)
 threads = pool.threads  # how many on_threads uses
+MADE = 1  # instead of an entry: a call before does this one, too
 words2 = types.Array(i64, 2, "C", readonly=True)
 
 
@@ -111,13 +112,32 @@ def enter(typingctx, entry, given):
 def run_all(rows, at, end):
     """Run calls at … end - 1, up to the first without an entry, or one that fails; the number of the next.
 
-    rows  of each call its entry, or 0, and the address of its arguments
+    rows  of each call its entry, 0 or MADE, and the address of its arguments
     """
     while at < end and rows[at, 0] != 0:
-        if enter(rows[at, 0], rows[at, 1]) != 0:
+        if rows[at, 0] != MADE and enter(rows[at, 0], rows[at, 1]) != 0:
             break
         at += 1
     return at
+
+
+@part(i64(words2, i64))
+def tasks_of(every, step):
+    """Of products that are one call, each in tasks of `step` columns; each row of `every` has its N in second place."""
+    count = i64(0)
+    for i in range(len(every)):
+        count += -(-every[i, 1] // step)
+    return count
+
+
+@part(types.UniTuple(i64, 2)(words2, i64, i64))
+def part_of(every, step, task):
+    """Which of them a task has, and the column where it begins."""
+    i = i64(0)
+    while task >= -(-every[i, 1] // step):
+        task -= -(-every[i, 1] // step)
+        i += 1
+    return i, task * step
 
 
 def task_code(context, builder, function, kinds, given_type, places):

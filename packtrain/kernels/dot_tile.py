@@ -104,17 +104,12 @@ class Tile:
         last = b.sub(rows, I64(1))
         at = [self.least(b, I64(j), last) for j in range(self.r)]
         at = [b.add(w, b.mul(stride, j)) for j in at]
-        rest = self.rests(at, count, left)
         ahead = b.add(b.add(w, b.mul(stride, I64(self.r))), I64(AHEAD))
-        many = b.add(count, b.zext(b.icmp_signed(">", left, I64(0)), I64))
-        with cgutils.for_range(b, many, intp=I64) as loop:
-            through = b.mul(loop.index, I64(self.nbytes))
-            whole = b.icmp_signed("<", loop.index, count)
-            here = [b.add(j, through) for j in at]
-            self.prefetch(b.add(ahead, b.mul(loop.index, I64(self.nbytes * self.r))))
-            here = [b.select(whole, j, other) for j, other in zip(here, rest, strict=True)]
-            first = b.add(x, b.mul(loop.index, I64(self.line)))
-            self.chunk([b.add(first, b.mul(along, I64(i))) for i in range(self.m)], here)
+        self.chunks(x, along, at, ahead, count)
+        if not self.alone:
+            with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
+                rest = self.rests(at, count, left)
+                self.chunks(b.add(x, b.mul(count, I64(self.line))), along, rest, ahead, I64(1))
         totals = folded(b, [b.load(s) for s in self.sums], lambda b, v, w: b.fadd(v, w))
         room = b.ptrtoint(cgutils.alloca_once_value(b, totals), I64)
         for j in range(self.r):
@@ -137,20 +132,27 @@ class Tile:
     def rests(self, at, count, left):
         """Addresses of what is left of rows after whole chunks, with zeros behind it."""
         b = self.builder
-        if self.alone:
-            return at
         with b.goto_entry_block():
             room = b.alloca(ir.ArrayType(ir.ArrayType(CODES.element, self.nbytes), self.r))
         first = b.ptrtoint(room, I64)
         rests = [b.add(first, I64(j * self.nbytes)) for j in range(self.r)]
-        with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
-            whole = b.mul(count, I64(self.nbytes))
-            put(b, ir.Constant(room.type.pointee, None), first)
-            for source, rest in zip(at, rests, strict=True):
-                with cgutils.for_range(b, left, intp=I64) as loop:
-                    byte = read(b, CODES.element, b.add(source, whole), loop.index)
-                    put(b, byte, b.add(rest, loop.index))
+        whole = b.mul(count, I64(self.nbytes))
+        put(b, ir.Constant(room.type.pointee, None), first)
+        for source, rest in zip(at, rests, strict=True):
+            with cgutils.for_range(b, left, intp=I64) as loop:
+                byte = read(b, CODES.element, b.add(source, whole), loop.index)
+                put(b, byte, b.add(rest, loop.index))
         return rests
+
+    def chunks(self, x, along, at, ahead, count):
+        """Add what so many chunks of rows give."""
+        b = self.builder
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            through = b.mul(loop.index, I64(self.nbytes))
+            self.prefetch(b.add(ahead, b.mul(loop.index, I64(self.nbytes * self.r))))
+            first = b.add(x, b.mul(loop.index, I64(self.line)))
+            here = [b.add(first, b.mul(along, I64(i))) for i in range(self.m)]
+            self.chunk(here, [b.add(j, through) for j in at])
 
     def chunk(self, x, w):
         """Add what a chunk of rows at w gives with rows at x."""

@@ -22,7 +22,7 @@ AVX2 = runtime.has("avx2")
 BY_SIGN = AVX2 and not VNNI  # whether there is by_fours_signed
 I8, I16 = ir.IntType(8), ir.IntType(16)
 COUNT = 64
-CODES, HALF = ir.VectorType(I8, COUNT), ir.HalfType()
+CODES, HALF, SHORTS = ir.VectorType(I8, COUNT), ir.HalfType(), ir.VectorType(I16, COUNT // 2)
 i64 = types.int64
 
 
@@ -87,7 +87,6 @@ def word(result, *given):
             1: lambda typingctx, a: (result(*given), codegen),
             2: lambda typingctx, a, b: (result(*given), codegen),
             3: lambda typingctx, a, b, c: (result(*given), codegen),
-            5: lambda typingctx, a, b, c, d, e: (result(*given), codegen),
         }
         return intrinsic(typed[len(given)])
 
@@ -103,14 +102,6 @@ def read(builder, kind, address, nbytes=0):
 def put(builder, value, address, nbytes=0):
     at = builder.inttoptr(builder.add(address, I64(nbytes)), value.type.as_pointer())
     builder.store(value, at, align=1)
-
-
-@word(codes64, *[i64] * 5)
-def pieces(builder, address, *places):
-    """Sixteen bytes from each of these places."""
-    a, b, c, d = (read(builder, ir.VectorType(I8, 16), address, place) for place in places)
-    first, last = (shuffled(builder, p, [*range(32)], q) for p, q in ((a, b), (c, d)))
-    return shuffled(builder, first, [*range(64)], last)
 
 
 def places(builder, kind, order, address, *nbytes):
@@ -232,15 +223,58 @@ def look_up(builder, codes, low, high):
     return found
 
 
-@word(f32x16, i64, i64)
-def halves_every(builder, address, nbytes):
-    """Four f16, so many bytes apart, in the first lanes; zeros in the others."""
-    four = I64(0)
-    for i in range(4):
-        one = read(builder, I16, address, builder.mul(nbytes, I64(i)))
-        four = builder.or_(four, builder.shl(builder.zext(one, I64), I64(16 * i)))
-    # through one word: LLVM inserts halves one by one, each waiting for the last use of a register
-    values = builder.fpext(builder.bitcast(four, ir.VectorType(HALF, 4)), ir.VectorType(F32, 4))
+def of_blocks(result):
+    """An intrinsic (address, first, nbytes), of literal numbers: what four blocks of `nbytes` have from `first` on."""
+
+    def named(emit):
+        def typed(typingctx, address, first, nbytes):
+            def codegen(context, builder, sig, args):
+                return emit(builder, args[0], *(kind.literal_value for kind in sig.args[1:]))
+
+            return result(i64, first, nbytes), codegen
+
+        return intrinsic(prefer_literal=True)(typed)
+
+    return named
+
+
+def words_of_blocks(builder, address, first, nbytes, count):
+    """Some words of 2 bytes from each of four blocks, out of their first 64 bytes and the last: one permutation."""
+    after = min(COUNT, 4 * nbytes - COUNT)
+    some = [read(builder, SHORTS, address, at) for at in (0, after)]
+    at = [first // 2 + nbytes // 2 * block + i for block in range(4) for i in range(count)]
+    last = SHORTS.count
+    return shuffled(
+        builder, some[0], [n if n < last else n - after // 2 + last for n in at], some[1]
+    )
+
+
+@of_blocks(codes64)
+def sixteens(builder, address, first, nbytes):
+    """Sixteen bytes from each block; nothing beyond them is read."""
+    if VNNI and nbytes <= COUNT // 2:
+        found = words_of_blocks(builder, address, first, nbytes, 8)
+        return builder.bitcast(found, CODES)
+    kind = ir.VectorType(I8, 16)
+    a, b, c, d = (read(builder, kind, address, first + nbytes * i) for i in range(4))
+    low, high = (shuffled(builder, p, [*range(32)], q) for p, q in ((a, b), (c, d)))
+    return shuffled(builder, low, [*range(64)], high)
+
+
+@of_blocks(f32x16)
+def halves(builder, address, first, nbytes):
+    """An f16 of each block in the first lanes; zeros in the others."""
+    if VNNI:
+        found = words_of_blocks(builder, address, first, nbytes, 1)
+        values = builder.bitcast(found, ir.VectorType(HALF, 4))
+    else:
+        # through one word: LLVM inserts halves one by one, each waiting for the last use of a register
+        four = I64(0)
+        for i in range(4):
+            one = read(builder, I16, address, first + nbytes * i)
+            four = builder.or_(four, builder.shl(builder.zext(one, I64), I64(16 * i)))
+        values = builder.bitcast(four, ir.VectorType(HALF, 4))
+    values = builder.fpext(values, ir.VectorType(F32, 4))
     zeros = ir.Constant(values.type, [0.0] * 4)
     return shuffled(builder, values, [*range(4), *[4] * 12], zeros)
 

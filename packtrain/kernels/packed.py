@@ -8,7 +8,7 @@ sums are never split, so that results do not depend on it.
 from numba import types
 
 from packtrain.kernels.amx import STEPS, TILE, pack_columns
-from packtrain.kernels.call import each, kernel, spans, threads
+from packtrain.kernels.call import each, kernel, part_of, spans, tasks_of, threads, words2
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.dots import FUSED, dot
 from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, even, pack, times_block
@@ -38,6 +38,7 @@ LINES = (STEPS if AMX else 2) * LINE
 FLAT = DEEP * PANEL
 UNPACKING = 16  # dequantizing a value costs as much as this many multiply-adds
 SMALL = 1 << 21  # below this many multiply-adds a parallel region does not pay
+TASKS = 8  # of each thread, of dot products: who comes late is not waited for
 LEAST_COLUMNS = 128  # of a task of `product_back`
 
 
@@ -96,16 +97,22 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx, ha
             times_block(0, m, width, left, ldy, block, depth, keep, target, ldx, half)
 
 
+@kernel(types.boolean(i64, i64, i64))
+def fused(m, k, kind):
+    """Whether weights are multiplied as they are unpacked."""
+    return m == 1 and k % 32 == 0 and kind in FUSED
+
+
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
 def dots(y, x, kind, w, add, start, stop):
     """y[:, start:stop] = x @ w[start:stop].T for up to 8 rows: every block is read and dequantized once."""
     m, k = x.shape
     nbytes, n = w.shape[1], y.shape[1]
     line, sums = scratch(LINE), scratch(SUMS)
-    fused = m == 1 and k % 32 == 0 and kind in FUSED
+    one = fused(m, k, kind)
     for j in range(start, stop):
         source = w.ctypes.data + j * nbytes
-        if fused:
+        if one:
             s = dot(kind, address(x, 0), source, k)
             poke(y, j, peek(y, j) + s if add else s)
             continue
@@ -160,7 +167,30 @@ def product(y, x, kind, w, add, half):
     if n * k * (m + UNPACKING) < SMALL or count == 1:
         columns(y, x, kind, w, add, half, 0, n)
         return
-    spans(columns, (y, x, kind, w, add, half), n, -(-n // (count * LANES)) * LANES)
+    shares = TASKS if fused(m, k, kind) and half == 0 else 1
+    spans(columns, (y, x, kind, w, add, half), n, -(-n // (count * shares * LANES)) * LANES)
+
+
+@kernel(void(words2, i64, i64, i64, i64, i64))
+def some_dots(every, x, k, kind, step, task):
+    """Up to `step` columns of one of the products, fused."""
+    i, start = part_of(every, step, task)
+    y, n, w, stride = every[i, 0], every[i, 1], every[i, 2], every[i, 3]
+    for j in range(start, min(start + step, n)):
+        s = dot(kind, x, w + j * stride, k)
+        poke(y, j, peek(y, j) + s if every[i, 4] else s)
+
+
+@kernel(void(words2, in2, i64, i64))
+def products(every, x, kind, half):
+    """`product` with several weights of one kind, fused.
+
+    every  of each the address of y, N, the address of w, the bytes of a row, and add
+    half   0
+    """
+    step = -(-tasks_of(every, 1) // (threads() * TASKS * LANES)) * LANES
+    given = every, address(x, 0), x.shape[1], kind, step
+    each(some_dots, given, tasks_of(every, step))
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64, i64, i64))

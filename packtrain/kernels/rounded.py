@@ -18,7 +18,7 @@ from packtrain.kernels.bits import (
     to_bits,
     to_floats,
 )
-from packtrain.kernels.call import kernel, part, spans, threads
+from packtrain.kernels.call import each, kernel, part, part_of, spans, tasks_of, threads, words2
 from packtrain.kernels.code_panels import HIGH, WIDE
 from packtrain.kernels.codes import ROUND
 from packtrain.kernels.dot_tile import (
@@ -63,6 +63,7 @@ SERIAL = 1 << 12  # below this many activations, either
 TINY = f32(1.1754944e-38)  # steps below are 0
 MOST_1, MOST_3 = f32(127), f32(LARGEST)
 OF_8, OF_4, OF_2, OF_1 = (ROWS[m] for m in (8, 4, 2, 1))
+TASKS = 8  # of each thread
 PANEL = 24  # rows of weights that all rows of x are multiplied with while they are in the cache
 explain(octets, simd, bits)
 packed2 = types.Array(types.uint8, 2, "C", readonly=True)
@@ -243,13 +244,12 @@ def panel(m, n, k, kind, planes, x, w, stride, y, add, start, stop):
             i += 1
 
 
-@kernel(void(out2, i64, i64, i64, i64, packed2, types.boolean, i64, i64))
-def dots(y, x, k, kind, planes, w, add, start, stop):
-    """Columns start … stop: each row of w is in the cache for all rows of x."""
-    m, n = y.shape
+@kernel(void(*[i64] * 12))
+def dots(m, n, k, kind, planes, x, w, stride, y, add, start, stop):
+    """Columns start … stop: each row of w is in the cache for all rows of x; y, the integers x and w are addresses."""
     for j in range(start, stop, PANEL):
-        given = m, n, k, kind, planes, x, w.ctypes.data, w.shape[1], address(y, 0), i64(add)
-        panel(*given, j, min(j + PANEL, stop))
+        end = min(j + PANEL, stop)
+        panel(m, n, k, kind, planes, x, w, stride, y, add, j, end)
 
 
 @kernel(void(in2, i64, i64, i64, i64, i64))
@@ -257,6 +257,21 @@ def round_rows(x, y, kind, planes, start, stop):
     k = x.shape[1]
     for i in range(start, stop):
         round_row(y + i * nbytes(k, planes), address(x, i * k), k, kind, planes)
+
+
+@kernel(void(in2, i64, i64, i64))
+def round_all(x, y, kind, planes):
+    m, k = x.shape
+    if m * k < SERIAL or m == 1:
+        round_rows(x, y, kind, planes, 0, m)
+    else:
+        spans(round_rows, (x, y, kind, planes), m, -(-m // threads()))
+
+
+@part(i64(i64))
+def share(n):
+    """How many of n columns make a task: threads that come late must not be waited for."""
+    return -(-n // (threads() * TASKS * PANEL)) * PANEL
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, out1))
@@ -271,15 +286,33 @@ def product(y, x, kind, w, add, planes, work):
     """
     m, k = x.shape
     n, integers = w.shape[0], address(work, 0)
-    if m * k < SERIAL or m == 1:
-        round_rows(x, integers, kind, planes, 0, m)
-    else:
-        spans(round_rows, (x, integers, kind, planes), m, -(-m // threads()))
-    given = (y, integers, k, kind, planes, w, add)
+    round_all(x, integers, kind, planes)
+    given = m, n, k, kind, planes, integers, w.ctypes.data, w.shape[1], address(y, 0), i64(add)
     if n * k * m < SMALL:
         dots(*given, 0, n)
     else:
-        spans(dots, given, n, -(-n // (threads() * LANES)) * LANES)
+        spans(dots, given, n, share(n))
+
+
+@kernel(void(words2, i64, i64, i64, i64, i64, i64, i64))
+def some_dots(every, m, k, kind, planes, x, step, task):
+    """Up to `step` columns of one of the products."""
+    i, start = part_of(every, step, task)
+    y, n, w, stride, add = every[i, 0], every[i, 1], every[i, 2], every[i, 3], every[i, 4]
+    dots(m, n, k, kind, planes, x, w, stride, y, add, start, min(start + step, n))
+
+
+@kernel(void(words2, in2, i64, i64, out1))
+def products(every, x, kind, planes, work):
+    """`product` with several weights of one kind.
+
+    every  of each the address of y, N, the address of w, the bytes of a row, and add
+    """
+    m, k = x.shape
+    integers = address(work, 0)
+    round_all(x, integers, kind, planes)
+    step = share(tasks_of(every, 1))
+    each(some_dots, (every, m, k, kind, planes, integers, step), tasks_of(every, step))
 
 
 @part(i64(i64, i64, i64, i64))

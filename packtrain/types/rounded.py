@@ -17,33 +17,20 @@ from packtrain.types.words import (
     eight_times,
     fours,
     half_at,
-    halves_every,
+    halves,
     high_of_sixteen,
     look_up,
     low_and_high,
     low_of_sixteen,
     part,
-    pieces,
     short_at,
+    sixteens,
     to_floats,
     twice_of_four,
 )
 
 # as bytes of two words, 128 added
 NL_LOW, NL_HIGH = map(int, (NL + 128).astype(np.uint8).view("<i8"))
-
-
-@part
-def blocks(w: int, nbytes: int) -> Codes:
-    """Sixteen bytes of each of four blocks."""
-    return pieces(w, 0, nbytes, 2 * nbytes, 3 * nbytes)
-
-
-@part
-def nibbles(w: int, nbytes: int, i: int) -> Codes:
-    """The low or the high ones of four blocks."""
-    q = blocks(w, nbytes)
-    return q & 15 if i == 0 else q >> 4
 
 
 @part
@@ -57,62 +44,68 @@ def fifths(w: int, nbytes: int, i: int) -> Codes:
 
 @q4_0.codes(8, less=8)
 def codes_q4_0(w, i):
-    return nibbles(w + 2, 18, i)
+    q = sixteens(w, 2, 18)
+    return q & 15 if i == 0 else q >> 4
 
 
 @q4_0.scales
 def scales_q4_0(w):
-    return halves_every(w, 18)
+    return halves(w, 0, 18)
 
 
 @q4_1.codes(15)
 def codes_q4_1(w, i):
-    return nibbles(w + 4, 20, i)
+    q = sixteens(w, 4, 20)
+    return q & 15 if i == 0 else q >> 4
 
 
 @q4_1.scales
 def scales_q4_1(w):
-    return fours(halves_every(w, 20), halves_every(w + 2, 20))
+    return fours(halves(w, 0, 20), halves(w, 2, 20))
 
 
 @q5_0.codes(16, less=16)
 def codes_q5_0(w, i):
-    return nibbles(w + 6, 22, i) | fifths(w + 2, 22, i)
+    q = sixteens(w, 6, 22)
+    return (q & 15 if i == 0 else q >> 4) | fifths(w + 2, 22, i)
 
 
 @q5_0.scales
 def scales_q5_0(w):
-    return halves_every(w, 22)
+    return halves(w, 0, 22)
 
 
 @q5_1.codes(31)
 def codes_q5_1(w, i):
-    return nibbles(w + 8, 24, i) | fifths(w + 4, 24, i)
+    q = sixteens(w, 8, 24)
+    return (q & 15 if i == 0 else q >> 4) | fifths(w + 4, 24, i)
 
 
 @q5_1.scales
 def scales_q5_1(w):
-    return fours(halves_every(w, 24), halves_every(w + 2, 24))
+    return fours(halves(w, 0, 24), halves(w, 2, 24))
 
 
 @q8_0.codes(128, less=128)
 def codes_q8_0(w, i):
-    return blocks(w + 2 + 16 * i, 34) ^ 128
+    q = sixteens(w, 2, 34) if i == 0 else sixteens(w, 18, 34)
+    return q ^ 128
 
 
 @q8_0.scales
 def scales_q8_0(w):
-    return halves_every(w, 34)
+    return halves(w, 0, 34)
 
 
 @iq4_nl.codes(128, less=128)
 def codes_iq4_nl(w, i):
-    return look_up(nibbles(w + 2, 18, i), NL_LOW, NL_HIGH)
+    q = sixteens(w, 2, 18)
+    return look_up(q & 15 if i == 0 else q >> 4, NL_LOW, NL_HIGH)
 
 
 @iq4_nl.scales
 def scales_iq4_nl(w):
-    return halves_every(w, 18)
+    return halves(w, 0, 18)
 
 
 @part

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 
 from packtrain.errors import InputError
 
@@ -40,6 +41,7 @@ def debug(text: str) -> Iterator[None]:
         _set.reset(token)
 
 
+@cache
 def _parse(text: str) -> frozenset[str]:
     given = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
     unknown = sorted(given - set(FLAGS))

@@ -15,8 +15,10 @@ def fitting(
     name: str, value: Any, spec: Spec, casting: Literal["no", "same_kind"] = "same_kind"
 ) -> np.ndarray:
     """The value as an array of the spec: same shape, same kind of number, no overflow."""
-    given, dtype = np.asarray(value), spec.dtype.numpy
-    if given.shape != spec.dtype.array_shape(spec.shape):
+    given, dtype, shape = np.asarray(value), spec.dtype.numpy, spec.dtype.array_shape(spec.shape)
+    if given.shape == shape and given.dtype == dtype:
+        return given
+    if given.shape != shape:
         raise RunError(f"{name} is {spec}; a value of shape {list(given.shape)} does not fit")
     if not np.can_cast(given.dtype, dtype, "no" if dtype.names else casting):
         raise RunError(f"{name} is {spec}; a value of {given.dtype} does not fit")

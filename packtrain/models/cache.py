@@ -72,15 +72,20 @@ class Cells:
 
     def find(self, seqs: np.ndarray, gone: int = 0) -> np.ndarray:
         """A cell for each of these sequences, i32, free once the set `gone` is; takes none. Raises CacheFull."""
+        if self.parts == 1:
+            return self._first(len(seqs), 0, gone)
         found = np.empty(len(seqs), np.int32)
-        for seq in [0] if self.parts == 1 else np.unique(seqs):
-            mine = np.full(len(seqs), True) if self.parts == 1 else seqs == seq
-            free, count = self.free(int(seq), gone), int(mine.sum())
-            if len(free) < count:
-                most = len(self) // self.parts
-                raise CacheFull(f"{count} cells wanted, {len(free)} of {most} are free")
-            found[mine] = free[:count]
+        for seq in np.unique(seqs):
+            mine = seqs == seq
+            found[mine] = self._first(int(mine.sum()), int(seq), gone)
         return found
+
+    def _first(self, count: int, seq: int, gone: int) -> np.ndarray:
+        free = self.free(seq, gone)
+        if len(free) < count:
+            most = len(self) // self.parts
+            raise CacheFull(f"{count} cells wanted, {len(free)} of {most} are free")
+        return free[:count].astype(np.int32)
 
     def put(self, cells: np.ndarray, pos: np.ndarray, sets: np.ndarray | int) -> None:
         """Give cells positions and sets."""
@@ -219,7 +224,8 @@ def lines(time: int, sequences: int) -> int:
 def padded(given: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
     """Inputs of a run of `size` tokens, i32: the last ones see nothing and write nothing."""
     filler = {"tokens": 0, "pos": 0, "line": lines - 1, "cell": -1, "ring": -1}
-    return {
-        name: np.append(value, [filler[name]] * (size - len(value))).astype(np.int32)
-        for name, value in given.items()
-    }
+    every = dict[str, np.ndarray]()
+    for name, value in given.items():
+        more = [filler[name]] * (size - len(value))
+        every[name] = (np.append(value, more) if more else value).astype(np.int32, copy=False)
+    return every

@@ -236,6 +236,18 @@ def test_blocks_that_share_keys_are_measured(tmp_path: Path):
     np.testing.assert_allclose(found.sums["blk.3.attn_q.weight"][0], wanted, rtol=1e-4)
 
 
+def test_no_more_tokens_are_read_than_asked_for(tmp_path: Path):
+    """A row may have more: the context is longer."""
+    random_model(tmp_path / "m.gguf", "llama tied")
+    data = write_text(tmp_path / "a.txt")
+    model = tmp_path / "m.gguf"
+    whole = imatrix.run(Imatrix(model, data, tmp_path / "a.gguf", tokens=300))
+    few = imatrix.run(Imatrix(model, data, tmp_path / "b.gguf", tokens=90))
+    assert (whole, few) == (0, 0)
+    counts = [load(tmp_path / f"{name}.gguf").counts["blk.0.attn_q.weight"][0] for name in "ab"]
+    assert counts[1] <= 90 < open_model(model).config.context_length < counts[0] <= 300
+
+
 def test_experts_have_a_row_each(tmp_path: Path, capsys):
     config = random_model(tmp_path / "m.gguf", "llama experts")
     data = write_text(tmp_path / "a.txt")

@@ -19,11 +19,15 @@ LEAST = 1024  # tokens that say what a model is for
 
 
 def calibration(
-    data: Path, model: ModelFile, events: Events, field: str = "--calibrate"
+    data: Path,
+    model: ModelFile,
+    events: Events,
+    field: str = "--calibrate",
+    longest: int = CONTEXT,
 ) -> SampleBatches:
     """Rows of the data, the same ones each time it runs. Raises InputError for data that cannot be used."""
     existing(data, field)
-    most = min(model.config.context_length, CONTEXT)
+    most = min(model.config.context_length, longest)
     recipe = Recipe(data, model.gguf.path, most, pairs=None)
     samples = prepare(recipe, writable(cache_root() / "tokens"), events.message).train
     return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))

@@ -9,10 +9,11 @@ from packtrain.merging.importance import measure, save
 from packtrain.merging.reading import readings
 from packtrain.models.file import open_model
 from packtrain.settings import option, positional, required
-from packtrain.tasks.calibration import calibration, enough, within
+from packtrain.tasks.calibration import CONTEXT, calibration, enough, within
 from packtrain.tasks.quantize import check_output
 
 AT_ONCE = 1 << 13  # tokens whose activations are kept at a time
+SHORTEST = 64  # tokens of a row, for which --tokens is not kept
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ def imatrix(settings: Imatrix, events: Events) -> Measured:
     model = open_model(settings.model)
     read = [*model.gguf.paths, settings.data]
     check_output(settings.output, "-o", read, settings.overwrite)
-    data = enough(settings.data, calibration(settings.data, model, events, "--data"))
+    longest = min(CONTEXT, max(settings.tokens or CONTEXT, SHORTEST))  # a row is read whole
+    rows = calibration(settings.data, model, events, "--data", longest)
+    data = enough(settings.data, rows)
     types = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
     ways = readings(model, types, data.time, data.windows, tokens=AT_ONCE)
     found = within(settings.memory, ways, "read any of the data")

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from packtrain.errors import InputError
 from packtrain.events import Callbacks
 from packtrain.settings import from_values
 from packtrain.tasks import chat as chatting
@@ -68,6 +69,8 @@ def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
     assert is_dataclass(cls)
     called = {name: given[name] for name in given.keys() & CALLBACKS}
     rest = {name: value for name, value in given.items() if name not in CALLBACKS}
+    if type(rest.get("memory")) is int:
+        rest["memory"] = f"{rest['memory']}B"
     return from_values(cls, rest, ""), Callbacks(**called)
 
 
@@ -94,6 +97,8 @@ def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
     `str()` is the table that the command prints. If no plan fits, returns the smallest, with the reason in `refusal`.
     Raises InputError.
     """
+    if task not in PREPARES:
+        raise InputError("plan takes pt.train or pt.finetune, and then what these take")
     cls, prepare = PREPARES[task]
     names = dict(zip(inspect.signature(task).parameters, given, strict=False))
     asked: tuple[RunSettings, Callbacks] = settings_of(cls, settings | names)

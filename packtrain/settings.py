@@ -178,7 +178,7 @@ def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source:
     field = names.get(name)
     if field is None:
         near = did_you_mean(name, names) or f"; there are {', '.join(names)}"
-        raise InputError(f"{source}: there is no setting {name}{near}")
+        raise InputError(f"{source and f'{source}: '}there is no setting {name}{near}")
     kind, many = _kind(hints[name])
     if many:
         listed = value if isinstance(value, (list, tuple)) else [value]

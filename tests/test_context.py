@@ -9,6 +9,7 @@ import pytest
 
 from packtrain import Session, Stopped
 from packtrain.context import Cache, CacheFull, Context, ContextError, Sizes, placements
+from packtrain.context.plans import cache_of
 from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32
 from packtrain.models.config import Config
 from tests.models import values
@@ -28,6 +29,11 @@ def context(
     runs = session.executors(placements(config, cache, SIZES, moves=True))
     session.set(values(config))
     return Context.within(config, cache, SIZES, runs, SEQUENCES, **how)
+
+
+def test_a_cache_of_another_type_is_refused() -> None:
+    with pytest.raises(ContextError, match="cache is 'q4'; it must be one of f16, f32, q8_0"):
+        cache_of(PLAIN, CELLS, 1, "q4", 8, swa_full=False)
 
 
 # ---- the reference: each sequence has its own keys, not rotated

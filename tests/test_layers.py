@@ -87,7 +87,7 @@ LAYERS = {
     " generation drafting answers beams embedding template watch design training backends",
     "benching": "child events dtypes tensor graph ops optim steps placing cost run speed memory kernels quant gguf"
     " tokenizer models generation design training tasks version errors",
-    "library": "events settings tasks design training",
+    "library": "errors events settings tasks design training",
     "commands": "ranks errors events words files settings dtypes tensor graph placing planning picture run memory"
     " stop kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template"
     " watch optim design training tasks backends checking benching",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain.backends import CPU, Target
-from packtrain.context.pools import SPARE
+from packtrain.context.pools import SPARE, ContextError
 from packtrain.context.results import outputs
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.graph import Graph
@@ -15,6 +15,7 @@ from packtrain.models.cached import Cache, generation, moving
 from packtrain.models.config import Config
 from packtrain.placing import Placed, place
 
+CACHES = "f16", "f32", "q8_0"  # element types of its cells
 PROMPTS = 512, 128, 32  # tokens of a prompt per run
 FEW = 8, 1
 NEAR = 4  # tokens before the end of a prompt where a state is kept
@@ -106,6 +107,8 @@ def cache_of(
     longest: int = 0,
 ) -> Cache:
     """The cells of a context whose runs take `largest` tokens at most; with a ring if that is smaller."""
+    if dtype not in CACHES:
+        raise ContextError(f"cache is {dtype!r}; it must be one of {', '.join(CACHES)}")
     windows = {config.reach_of(i) for i in range(config.block_count)} - {0}
     ring = sequences * (max(windows, default=0) - 1 + SPARE) + largest
     fits = windows and ring < cells and not swa_full

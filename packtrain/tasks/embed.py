@@ -7,6 +7,7 @@ import numpy as np
 
 from packtrain.backends import DEVICES, target
 from packtrain.context import Context
+from packtrain.context.plans import CACHES
 from packtrain.dtypes import PRECISIONS
 from packtrain.embedding import POOLINGS, check_texts, embeddings, normalized, pooling_of, room
 from packtrain.errors import InputError, Interrupted
@@ -16,7 +17,7 @@ from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.config import check_context
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.settings import MODEL, option
-from packtrain.tasks.speak import CACHE, CACHES, CTX, LORA, Speaker, check_cache, opened
+from packtrain.tasks.speak import CACHE, CTX, LORA, Speaker, check_cache, opened
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.settings import DEVICE
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.backends import DEVICES, Target, target
+from packtrain.context.plans import CACHES
 from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.design.budget import Say
@@ -27,7 +28,7 @@ from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required, unescaped
-from packtrain.tasks.speak import CACHES, SWA_FULL, cache_dtype, check_cache
+from packtrain.tasks.speak import SWA_FULL, cache_dtype, check_cache
 from packtrain.tasks.through import Through
 from packtrain.template import template_named
 from packtrain.training.effects import VAL_SPLIT, Rule, check_idle

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from packtrain import kernels
 from packtrain.backends import DEVICES, target
+from packtrain.context.plans import CACHES
 from packtrain.design.budget import Say
 from packtrain.design.loaded import kernels_of
 from packtrain.drafting import Lookup, SmallModel
@@ -34,7 +35,7 @@ CONTEXT = 4096  # at most, without --ctx
 MOST_SEED = 2**63 - 1
 CTX = "context length in tokens (default: as needed, up to the model's)"
 LORA = "LoRA adapter, FILE or FILE:SCALE; repeatable"
-CACHE, CACHES = "element type of the KV cache", ("f16", "f32", "q8_0")
+CACHE = "element type of the KV cache"
 SWA_FULL = "layers with a sliding window keep all tokens in the cache, not only the window's"
 
 

@@ -151,6 +151,27 @@ def test_products_of_the_same_rows_are_one_call_with_the_same_bits():
     ]
 
 
+def test_products_that_write_over_weights_of_others_are_not_joined():
+    body = """
+        from functools import partial
+        from packtrain import kernels
+        from packtrain.kernels.joined import joined
+
+        x, room = np.ones((1, 96), np.float32), np.zeros((3, 40 * 96), np.float16)
+        first, second, third = (one.reshape(40, 96).view(np.uint8) for one in room)
+        own, over = np.empty((2, 1, 40), np.float32), first.reshape(-1)[:160].view(np.float32).reshape(1, 40)
+
+        def call(y, w):
+            return partial(kernels.packed.product, y, x, f16.number, w, False, 0)
+
+        for second_call in (own[1], second), (over, second), (own[1], first):
+            calls = [call(own[0], first), call(*second_call)]
+            print(*((start, end) for start, end, _ in joined(calls)))
+    """
+    told = outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body))
+    assert told.splitlines() == ["(0, 2)", "", "(0, 2)"]
+
+
 def test_a_joined_call_that_fails_is_made_one_by_one():
     body = """
         x = pt.input("x", (1, 96))

@@ -48,7 +48,8 @@ def _joined(calls: Sequence[Any]) -> partial[None] | None:
     module, works = PRODUCTS[machine.entered[calls[0].func][1].symbol]
     rooms = [calls[-1].args[-1]] if works else []  # of the last: what it reads lives as long
     _, x, kind, _, _, *how = calls[0].args
-    ranges = sorted(map(spans, [x, *rooms, *(call.args[0] for call in calls)]))
+    weights = {spans(call.args[3]) for call in calls}  # some may be the same, and computed
+    ranges = sorted([*weights, *map(spans, [x, *rooms, *(call.args[0] for call in calls)])])
     if any(end > start for (_, end), (start, _) in pairwise(ranges)):
         return None
     every = [

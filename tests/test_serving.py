@@ -249,6 +249,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("/completion", {"prompt": "a", "temperature": 10**400}, "temperature is too large"),
     ("/completion", {"prompt": "a", "temperature": True}, "temperature must be a number"),
     ("/completion", {"prompt": "a", "top_k": 1.5}, "top_k must be a whole number"),
+    ("/tokenize", {"content": 5}, "content must be a text"),
     ("/completion", {"prompt": "a", "samplers": ["none such"]}, "none such"),
     ("/completion", {"prompt": "a", "logit_bias": [[100000, 1]]}, "there is no token 100000"),
     ("/completion", {"prompt": "a", "logit_bias": {"5": "x"}}, "logit_bias"),

@@ -158,6 +158,11 @@ def test_fields_of_an_answer_can_be_chosen(client):
     assert "generation_settings" in asked(client, "/completion", TEXT | {"response_fields": []})
 
 
+def test_top_k_below_zero_is_off(client):
+    found = asked(client, "/completion", TEXT | {"top_k": -1, "n_predict": 1})
+    assert found["generation_settings"]["top_k"] == 0
+
+
 @pytest.mark.parametrize("samplers", [["top_k", "temperature"], "top_k;temperature"])
 def test_samplers_are_a_list_or_a_text(client, samplers):
     found = asked(client, "/completion", TEXT | {"samplers": samplers})
@@ -392,6 +397,7 @@ def test_special_tokens_are_read_where_they_are_asked_for(client, server):
 def test_embeddings_have_length_one_and_count_tokens(client):
     ids = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
     found = asked(client, "/v1/embeddings", {"input": ["the a", ids, "a"]})
+    assert "'input' is required" in client.post("/v1/embeddings", json={}).text
     first, same, other = (one["embedding"] for one in found["data"])
     assert first == pytest.approx(same, abs=1e-6) and first != pytest.approx(other, abs=1e-3)
     assert sum(x * x for x in first) == pytest.approx(1, abs=1e-5)

@@ -127,7 +127,10 @@ def sampling_of(body: Body, defaults: Sampling, tokenizer: Tokenizer) -> Samplin
             least, most = field.metadata.get("bounds", (None, None))
             kind = float(0) if field.type in (float, "float") else 0
             bounds = (-math.inf if least is None else least, math.inf if most is None else most)
-            changed[own] = body.number(name, kind, *bounds)
+            if own == "top_k":  # below zero it is off, as in llama-server: clients send -1
+                changed[own] = max(body.number(name, kind), 0)
+            else:
+                changed[own] = body.number(name, kind, *bounds)
     if body.has("samplers"):
         given = body.get("samplers")
         changed["samplers"] = given if isinstance(given, str) else ";".join(body.texts("samplers", 32))  # fmt: skip
@@ -175,20 +178,22 @@ def ids_of(token: Any, tokenizer: Tokenizer) -> list[int]:
     return [token]
 
 
-def prompts_of(given: Any, tokenizer: Tokenizer, most: int) -> list[list[int]]:
-    """Token ids of one prompt or several: each a text, or a list of ids and texts."""
+def prompts_of(
+    given: Any, tokenizer: Tokenizer, most: int, name: str = "prompt"
+) -> list[list[int]]:
+    """Token ids of one prompt or several: each a text, or a list of ids and texts; `name` is the field's."""
     if given is None:
-        raise InputError("'prompt' is required")
+        raise InputError(f"'{name}' is required")
     parts = given if isinstance(given, list) else []
     nested = any(isinstance(part, list | dict) for part in parts)
     texts = len(parts) > 1 and all(isinstance(part, str) for part in parts)
     several = parts if nested or texts else [given]
     if len(several) > most:
-        raise InputError(f"prompt has {len(several)} texts; at most {most}")
-    return [prompt_of(one, tokenizer) for one in several]
+        raise InputError(f"{name} has {len(several)} texts; at most {most}")
+    return [prompt_of(one, tokenizer, name) for one in several]
 
 
-def prompt_of(given: Any, tokenizer: Tokenizer) -> list[int]:
+def prompt_of(given: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[int]:
     """Token ids of a text, of a list of ids and texts, or of {"prompt_string": text}."""
     if isinstance(given, dict) and isinstance(given.get("prompt_string"), str):
         if given.get("multimodal_data"):
@@ -197,7 +202,7 @@ def prompt_of(given: Any, tokenizer: Tokenizer) -> list[int]:
     if isinstance(given, str):
         return tokenizer.encode(given, eos=False)
     if not isinstance(given, list) or not given:
-        raise InputError("prompt must be a text, or a list of token ids and texts")
+        raise InputError(f"{name} must be a text, or a list of token ids and texts")
     found = list[int]()
     for i, part in enumerate(given):
         if isinstance(part, str):
@@ -210,7 +215,7 @@ def prompt_of(given: Any, tokenizer: Tokenizer) -> list[int]:
             found.append(part)
         else:
             raise InputError(
-                f"prompt[{i}] must be a text or a token id below {tokenizer.vocab_size:,}"
+                f"{name}[{i}] must be a text or a token id below {tokenizer.vocab_size:,}"
             )
     return found
 

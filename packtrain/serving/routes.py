@@ -84,7 +84,7 @@ def tokens_of(server: Server, body: Body) -> list[int]:
         return []
     if isinstance(content, str):
         return server.tokenizer.encode(content, bos=begun, eos=False, special=special)
-    return prompt_of(content, server.tokenizer)
+    return prompt_of(content, server.tokenizer, "content")
 
 
 def piece_of(server: Server, id: int) -> str | list[int]:
@@ -141,7 +141,7 @@ def embeddings(server: Server, body: Body, request: Request) -> Any:
 def embedded(server: Server, given: Any) -> tuple[list[list[int]], list[np.ndarray]]:
     """Tokens and embedding of each text. Raises Refused, InputError."""
     most = min(MOST_TEXTS, MOST_NUMBERS // server.model.config.embedding_length)
-    texts = prompts_of(given, server.tokenizer, most)
+    texts = prompts_of(given, server.tokenizer, most, "input")
     return texts, server.embed(texts)
 
 

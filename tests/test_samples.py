@@ -471,6 +471,14 @@ def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
     weights = cache / first.fingerprint / "train.weights.npy"
     weights.write_bytes(weights.read_bytes()[:-1])  # damaged ones are made anew
     assert prepare(recipe, cache, lambda sentence: None).train.targets == first.train.targets
+    assert first.notes[0].startswith(f"{recipe.data.name}: ")
+    moved = replace(recipe, data=recipe.data.rename(tmp_path / "other.jsonl"))
+    found = prepare(moved, cache, lambda sentence: None)
+    assert found.notes == (
+        first.notes[0].replace(recipe.data.name, "other.jsonl"),
+        *first.notes[1:],
+    )
+    assert found.fingerprint == first.fingerprint
 
 
 def test_what_a_fingerprint_depends_on(tmp_path: Path, model: Path):

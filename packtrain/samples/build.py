@@ -104,6 +104,7 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say) -> None:
         _check_filled(recipe, files, notes)
     kept = {
         "notes": notes,
+        "names": [source.path.name for source in sources],
         "template": maker.template,
         "ends": sorted(maker.masker.tokenizer.ends),
     }

@@ -44,20 +44,26 @@ def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
     values = {key: value for key, value in file.values.items() if key.startswith(VOCABULARY)}
     fingerprint = checksum((FORMAT, sorted(options.items()), plain(values)), sources)
     folder, parts = cache / fingerprint, parts_of(recipe, sources)
+    names = [source.path.name for source in sources]
     size = len(file.metadata.get(f"{KEYS}tokens", ()))
     try:
-        found = read_dataset(folder, parts, size)
+        found = read_dataset(folder, parts, size, names)
     except (OSError, ValueError):  # missing or damaged
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
         make(folder, __package__, request, say)
-        found = read_dataset(folder, parts, size)
+        found = read_dataset(folder, parts, size, names)
     return replace(found, notes=(*left_out(recipe.data, sources), *found.notes))
 
 
-def read_dataset(folder: Path, parts: Sequence[str], vocab_size: int) -> Dataset:
-    """Read a folder of the cache. Raises OSError or ValueError if it is incomplete."""
+def read_dataset(
+    folder: Path, parts: Sequence[str], vocab_size: int, names: Sequence[str] = ()
+) -> Dataset:
+    """Read a folder of the cache, where files may have had other names. Raises OSError or ValueError if it is incomplete."""
     kept = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)
     valid = read_samples(folder, VALID, vocab_size) if VALID in parts else None
-    notes, ends = tuple(kept["notes"]), frozenset(kept["ends"])
-    return Dataset(train, valid, folder.name, notes, kept["template"], ends)
+    now = dict(zip(kept.get("names", ()), names, strict=False))
+    notes = (note.partition(": ") for note in kept["notes"])
+    renamed = tuple(f"{now.get(first, first)}{colon}{rest}" for first, colon, rest in notes)
+    ends = frozenset(kept["ends"])
+    return Dataset(train, valid, folder.name, renamed, kept["template"], ends)

@@ -471,13 +471,9 @@ def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
     weights = cache / first.fingerprint / "train.weights.npy"
     weights.write_bytes(weights.read_bytes()[:-1])  # damaged ones are made anew
     assert prepare(recipe, cache, lambda sentence: None).train.targets == first.train.targets
-    assert first.notes[0].startswith(f"{recipe.data.name}: ")
-    moved = replace(recipe, data=recipe.data.rename(tmp_path / "other.jsonl"))
+    moved = Recipe(data.rename(tmp_path / "other.jsonl"), model, 100)
     found = prepare(moved, cache, lambda sentence: None)
-    assert found.notes == (
-        first.notes[0].replace(recipe.data.name, "other.jsonl"),
-        *first.notes[1:],
-    )
+    assert found.notes == ("other.jsonl: 1 record of messages", *first.notes[1:])
     assert found.fingerprint == first.fingerprint
 
 

@@ -58,7 +58,10 @@ def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
 def read_dataset(
     folder: Path, parts: Sequence[str], vocab_size: int, names: Sequence[str] = ()
 ) -> Dataset:
-    """Read a folder of the cache, where files may have had other names. Raises OSError or ValueError if it is incomplete."""
+    """Read a folder of the cache. Raises OSError or ValueError if it is incomplete.
+
+    names  of its files now, which may be others than when it was made
+    """
     kept = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)
     valid = read_samples(folder, VALID, vocab_size) if VALID in parts else None

@@ -216,6 +216,17 @@ def test_a_part_must_be_called_as_one(tmp_path: Path) -> None:
         GGUF(renamed)
 
 
+def test_a_file_is_unmapped_once_no_array_of_it_is_left(path: Path) -> None:
+    file = GGUF(path)
+    kept = file.array("half")
+    file.close()
+    assert (kept == TENSORS["half"]).all() and (file.array("half") == kept).all()
+    del kept
+    file.close()
+    with pytest.raises(ValueError):
+        file.array("half")
+
+
 def test_every_truncation_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     end = max(e.offset + e.nbytes for e in GGUF(path).entries.values())

@@ -2,6 +2,7 @@
 
 import mmap
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,11 @@ class GGUF:
         return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, data, e.offset)
 
     def close(self) -> None:
-        """Unmap the file, once no array of it is left; none can be read afterwards."""
+        """Unmap the file, unless an array of it is left; none can be read afterwards."""
         for part in self._parts:
             if isinstance(part.data, mmap.mmap):
-                part.data.close()
+                with suppress(BufferError):
+                    part.data.close()
 
 
 def _opened(path: Path) -> Part:

@@ -2,7 +2,6 @@
 
 import mmap
 import re
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,12 @@ class GGUF:
         return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, data, e.offset)
 
     def close(self) -> None:
-        """Unmap the file, unless an array of it is left; none can be read afterwards."""
+        """Let go of the file, which is unmapped when no array of it is left, those of the metadata included.
+
+        No tensor can be read afterwards.
+        """
         for part in self._parts:
-            if isinstance(part.data, mmap.mmap):
-                with suppress(BufferError):
-                    part.data.close()
+            part.data = b""
 
 
 def _opened(path: Path) -> Part:

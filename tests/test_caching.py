@@ -45,9 +45,9 @@ def test_what_a_run_makes_fits_into_the_pool_of_its_plan(monkeypatch: pytest.Mon
     pool = plans.largest.arena("cuda").pool_nbytes
     made, plain = list[tuple[int, ...]](), Executor._run
 
-    def traced(self: Executor, calls: list[Any], stop: Any) -> None:
+    def traced(self: Executor, calls: list[Any], stop: Any, turns: Any) -> None:
         with measuring.meter()() as count:
-            plain(self, calls, stop)
+            plain(self, calls, stop, turns)
         made.append(tuple(count.trace))
 
     monkeypatch.setattr(Executor, "_run", traced)

@@ -33,7 +33,7 @@ from packtrain.kernels.runtime import (
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
-SINGLE_NBYTES = 128 * MIB  # of a child that ends after one module; 54 are numba and numpy
+SINGLE_NBYTES = 132 * MIB  # of a child that ends after one module; 54 are numba and numpy
 CHILDREN = 2  # most at a time
 loaded: dict[str, Any] = {}  # the modules of this process
 loading = threading.RLock()

@@ -324,6 +324,7 @@ def test_a_merge_stays_in_its_room(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(CONFIGS, "wide", replace(CONFIGS["llama"], feed_forward_length=2048))
     merge = merging(tmp_path, "wide", "Q4_K")
     widths, limit = [], None
+    merge.write(tmp_path / "m.gguf", "m", reading_of(merge, limit=limit), Rows())  # loads kernels
     while not widths or widths[-1] > 512:
         found = reading_of(merge, limit=limit)
         settle()

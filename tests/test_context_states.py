@@ -295,6 +295,7 @@ def test_a_limit_names_the_largest_context(tmp_path: Path):
     most = int(found[1].replace(",", ""))
     assert most > 1000 and said(most, 1 << 30) == f"cells {most}"
     assert "is the least" in said(4096, 1 << 20)
+    assert Context(model, cells=64, memory="16GiB").cache.cells == 64
 
 
 def test_few_plans_tell_the_largest_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

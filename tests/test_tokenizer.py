@@ -314,6 +314,11 @@ def test_ids_out_of_range(id: int):
         tiny().decode([1, id])
 
 
+def test_ids_are_whole_numbers():
+    with pytest.raises(TypeError):
+        tiny().decode([1.5])  # type: ignore[list-item]
+
+
 def test_half_a_surrogate_pair():
     with pytest.raises(TokenizerError, match="character 1 of the text"):
         tiny().encode("a\ud800")

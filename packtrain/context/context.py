@@ -28,6 +28,7 @@ from packtrain.context.state import (
     views,
 )
 from packtrain.files import atomic_file
+from packtrain.memory import parse_size
 from packtrain.models.cache import CacheFull
 from packtrain.models.cached import Cache
 from packtrain.models.config import Config
@@ -54,7 +55,8 @@ class Context:
     checkpoints  how many states of the windows are kept, so that a text can be taken back without reading it anew
     spacing      tokens between them; 0: the window
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
-    memory       limit in bytes of this process, `beside` of which others need; DoesNotFit names the largest that fits
+    memory       limit of this process, in bytes or as "1GiB", `beside` of which others need; DoesNotFit names the
+                 largest context that fits
     say          is told what the caller may want to know
     """
 
@@ -73,7 +75,7 @@ class Context:
         checkpoints: int = 8,
         spacing: int = 0,
         hidden: bool = False,
-        memory: int | None = None,
+        memory: int | str | None = None,
         beside: int = 0,
         target: Target = CPU,
         say: Callable[[str], None] = lambda line: None,
@@ -90,6 +92,7 @@ class Context:
 
         layout, graphs = made(cells)
         if memory is not None:
+            memory = parse_size(memory, "memory") if isinstance(memory, str) else memory
             check_room(cells, memory, made, file, checkpoints, beside)
         session = Session(target.limits)
         session.share(file.stored())

@@ -63,11 +63,14 @@ class Body:
         if not (math.isfinite(value) and least <= value <= most):
             bounds = [
                 text
-                for limit, text in ((least, f"at least {least:g}"), (most, f"at most {most:g}"))
+                for limit, text in (
+                    (least, f"at least {_shown(least)}"),
+                    (most, f"at most {_shown(most)}"),
+                )
                 if math.isfinite(limit)
             ]
             raise InputError(
-                f"{self._where}{name} is {value:g}; it must be {' and '.join(bounds) or 'finite'}"
+                f"{self._where}{name} is {_shown(value)}; it must be {' and '.join(bounds) or 'finite'}"
             )
         return value
 
@@ -234,3 +237,7 @@ def adapters_of(given: Any, defaults: Sequence[float]) -> tuple[float, ...]:
             raise InputError(f"lora: there is no adapter {id}; there are {len(scales)}")
         scales[id] = body.number("scale", 0.0, -1e6, 1e6)
     return tuple(scales)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

@@ -73,7 +73,9 @@ def parsed(text: bytes) -> Any:
         )
         if "\\u" in words:  # half of a character is none
             json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise InputError("the body is nested too deeply") from None
+    except ValueError:
         raise InputError("the body is not JSON") from None
     return found
 

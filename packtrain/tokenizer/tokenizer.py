@@ -1,6 +1,7 @@
 """One interface to both kinds of vocabulary: special tokens, BOS and EOS, streams of text and of ids."""
 
 import codecs
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
@@ -245,7 +246,7 @@ class Tokenizer:
 
     def piece(self, id: int) -> bytes:
         """The bytes of a token, perhaps part of a character; for control tokens their name."""
-        if not 0 <= id < self.vocab_size:
+        if not 0 <= operator.index(id) < self.vocab_size:
             raise TokenizerError(f"token id {id} is not in 0 to {self.vocab_size - 1}")
         token, kind = self.tokens[id], self.kinds[id]
         if kind == NORMAL:

@@ -28,7 +28,6 @@ from packtrain.context.state import (
     views,
 )
 from packtrain.files import atomic_file
-from packtrain.memory import parse_size
 from packtrain.models.cache import CacheFull
 from packtrain.models.cached import Cache
 from packtrain.models.config import Config
@@ -55,8 +54,7 @@ class Context:
     checkpoints  how many states of the windows are kept, so that a text can be taken back without reading it anew
     spacing      tokens between them; 0: the window
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
-    memory       limit of this process, in bytes or as "1GiB", `beside` of which others need; DoesNotFit names the
-                 largest context that fits
+    memory       limit of this process, 1 << 30 or "1GiB", `beside` of which others need; DoesNotFit names what fits
     say          is told what the caller may want to know
     """
 
@@ -92,7 +90,6 @@ class Context:
 
         layout, graphs = made(cells)
         if memory is not None:
-            memory = parse_size(memory, "memory") if isinstance(memory, str) else memory
             check_room(cells, memory, made, file, checkpoints, beside)
         session = Session(target.limits)
         session.share(file.stored())

@@ -7,7 +7,7 @@ import numpy as np
 from packtrain.context.plans import Name
 from packtrain.context.pools import SPARE
 from packtrain.errors import DoesNotFit
-from packtrain.memory import private_nbytes, settle
+from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.models.cached import STATES, Cache
 from packtrain.models.config import Config
 from packtrain.models.file import ModelFile
@@ -56,13 +56,13 @@ def windows_nbytes(config: Config, cache: Cache, count: int) -> int:
 
 def check_room(
     cells: int,
-    limit: int,
+    memory: int | str,
     made: Callable[[int], tuple[Cache, Mapping[Name, Placed]]],
     model: ModelFile,
     checkpoints: int,
     beside: int = 0,
 ) -> None:
-    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit.
+    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than `memory`.
 
     beside  bytes that others will need
     """
@@ -71,6 +71,7 @@ def check_room(
         layout, placed = made(cells)
         return needed(placed, model.stored()) + windows_nbytes(model.config, layout, checkpoints)
 
+    limit = parse_size(memory, "memory") if isinstance(memory, str) else memory
     settle()
     used = private_nbytes() + REST + beside
     total = used + own(cells)

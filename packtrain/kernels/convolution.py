@@ -7,7 +7,8 @@ from numba import types
 
 from packtrain.kernels.call import each, kernel, part, spans
 from packtrain.kernels.gemm import DEEP, sgemm, times_block
-from packtrain.kernels.panels import PANEL, pack_b, places
+from packtrain.kernels.operands import pack_b
+from packtrain.kernels.panels import PANEL, places
 from packtrain.kernels.simd import (
     LANES,
     address,

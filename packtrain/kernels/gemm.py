@@ -10,44 +10,51 @@ from numba.extending import intrinsic
 from packtrain.kernels import simd
 from packtrain.kernels.amx import STEPS, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel
+from packtrain.kernels.operands import layout_of, pack_a, pack_b
 from packtrain.kernels.panels import (
     AMX,
     AVX512,
+    DEEP,
+    FLAT,
     GROUP,
     HALF,
     HALVES,
+    IN_GROUPS,
+    IN_ROWS,
+    NARROW,
+    PAIRED,
     PANEL,
     ROWS,
     SHIFT,
     UNROLL,
-    ZERO,
     apart,
     beyond,
     emit_prefetch,
     fetch,
-    pack_a,
-    pack_b,
     places,
     vector_at,
 )
 from packtrain.kernels.simd import (
     F32,
-    I32,
     I64,
     LANES,
     VECTOR,
+    ZERO,
     address,
     poke,
     scratch,
 )
 
-DEEP, BROAD = (512, 288) if AVX512 else (384, 384)  # most places of k and columns in a block of b
+BROAD = 288 if AVX512 else 384  # most columns in a block of b
 GROUPS = 8  # packed at once
 CHUNK = GROUPS * ROWS
 B_SIZE, A_SIZE = DEEP * BROAD, (DEEP * GROUP + SHIFT) * GROUPS
 USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those with packed weights
 PAGE = 1024  # f32 of a page of memory
 AHEAD = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
+# of packed a, by layout: bytes between its rows, and between its places of k
+ALONG, DOWN = (4, 4, 4 * FLAT), (4 * GROUP, 4 * GROUP, 4)
+OTHER = IN_ROWS if NARROW else PAIRED if HALF and not AMX else None
 i64, f32, void = types.int64, types.float32, types.void
 SGEMM = types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64)
 
@@ -60,7 +67,7 @@ def emit_add(builder, half, a, b, sum_):
     return simd.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, sum_, a, b)
 
 
-def emit_turn(builder, half, width, left, right, sums):
+def emit_turn(builder, layout, width, left, right, sums):
     """The sums after one more place: ROWS values at `left` times `width` vectors at `right`."""
     places = [builder.add(right, I64(64 * w)) for w in range(width)]
     for place in places:
@@ -68,14 +75,15 @@ def emit_turn(builder, half, width, left, right, sums):
     columns = [builder.load(vector_at(builder, place), align=64) for place in places]
     now = []
     for r in range(ROWS):
-        spot = builder.inttoptr(builder.add(left, I64(4 * r)), F32.as_pointer())
+        spot = builder.add(left, I64(ALONG[layout] * r))
+        spot = builder.inttoptr(spot, F32.as_pointer())
         many = simd.spread(builder, builder.load(spot), VECTOR)
         for w, column in enumerate(columns):
-            now.append(emit_add(builder, half, many, column, sums[r * width + w]))
+            now.append(emit_add(builder, layout == PAIRED, many, column, sums[r * width + w]))
     return now
 
 
-def emit_sums(builder, half, width, a, panel, depth, ahead):
+def emit_sums(builder, layout, width, a, panel, depth, ahead):
     """ROWS x width sums over the places of packed a and panel; depth is a multiple of UNROLL and above 0."""
     before = builder.block
     loop, after = (builder.append_basic_block(name) for name in ("k", "sums"))
@@ -85,12 +93,12 @@ def emit_sums(builder, half, width, a, panel, depth, ahead):
     sums = [builder.phi(VECTOR) for _ in range(ROWS * width)]
     now = sums
     for u in range(UNROLL):
-        row = builder.add(left, I64(4 * GROUP * u))
-        now = emit_turn(builder, half, width, row, builder.add(right, I64(4 * PANEL * u)), now)
+        row = builder.add(left, I64(DOWN[layout] * u))
+        now = emit_turn(builder, layout, width, row, builder.add(right, I64(4 * PANEL * u)), now)
     emit_prefetch(builder, next_a)
     steps = (
         (k, I64(UNROLL), I64(0)),
-        (left, I64(4 * GROUP * UNROLL), a),
+        (left, I64(DOWN[layout] * UNROLL), a),
         (right, I64(4 * PANEL * UNROLL), panel),
         (next_a, I64(64), ahead),
     )
@@ -108,25 +116,29 @@ def emit_sums(builder, half, width, a, panel, depth, ahead):
 def emit_write(builder, value, beta, c, left):
     """c = value + beta * c on the first `left` lanes; c is not read if beta = 0."""
     pointer = vector_at(builder, c)
-    mask = simd.first_lanes(builder, left)
-    with builder.if_else(builder.fcmp_ordered("==", beta, ir.Constant(F32, 0.0))) as (new, old):
-        with new:
-            start = builder.block
-        with old:
-            was = simd.call(
-                builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO
-            )
-            many = simd.spread(builder, beta, VECTOR)
-            mixed = simd.call(builder, "llvm.fma.v16f32", VECTOR, was, many, value)
-            end = builder.block
-    result = builder.phi(VECTOR)
-    result.add_incoming(value, start)
-    result.add_incoming(mixed, end)
-    simd.call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), result, pointer, I32(4), mask)
+
+    def written(mask):
+        with builder.if_else(builder.fcmp_ordered("==", beta, ir.Constant(F32, 0.0))) as (new, old):
+            with new:
+                start = builder.block
+            with old:
+                was = simd.read(builder, pointer, mask)
+                many = simd.spread(builder, beta, VECTOR)
+                mixed = simd.call(builder, "llvm.fma.v16f32", VECTOR, was, many, value)
+                end = builder.block
+        result = builder.phi(VECTOR)
+        result.add_incoming(value, start)
+        result.add_incoming(mixed, end)
+        return simd.write(builder, result, pointer, mask)
+
+    if NARROW:  # masks are slow there
+        simd.where_full(builder, left, written)
+    else:
+        written(simd.first_lanes(builder, left))
 
 
-def emit_tile(builder, half, width, given):
-    """See tile; here half and width are constants."""
+def emit_tile(builder, layout, width, given):
+    """See tile; here layout and width are constants."""
     a, panel, depth, ahead, beta, c, ldc, rows, left = given
     cells = [(r, w) for r in range(ROWS) for w in range(width)]
 
@@ -135,7 +147,7 @@ def emit_tile(builder, half, width, given):
 
     for cell in cells:
         emit_prefetch(builder, place(*cell), write=1)
-    sums = emit_sums(builder, half, width, a, panel, depth, ahead)
+    sums = emit_sums(builder, layout, width, a, panel, depth, ahead)
     for r in range(ROWS):
         with builder.if_then(builder.icmp_signed("<", I64(r), rows), likely=True):
             for w in range(width):
@@ -144,23 +156,23 @@ def emit_tile(builder, half, width, given):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, width, half, a, panel, depth, ahead, beta, c, ldc, rows, left):
+def tile(typingctx, width, layout, a, panel, depth, ahead, beta, c, ldc, rows, left):
     """c = a @ panel + beta * c for `rows` <= ROWS rows and `left` <= 16 `width` (a literal) columns.
 
-    half  whether a and panel are bf16; where the CPU does not multiply those, or by AMX, only f32 is compiled
+    layout  of packed a; only those are compiled that this CPU uses: OTHER
     """
     if not isinstance(width, types.IntegerLiteral):
         return None
 
     def codegen(context, builder, sig, args):
-        _, half, *given = args
-        if AMX or not HALF:
-            emit_tile(builder, 0, width.literal_value, given)
+        _, layout, *given = args
+        if OTHER is None:
+            emit_tile(builder, IN_GROUPS, width.literal_value, given)
             return context.get_dummy_value()
-        with builder.if_else(builder.icmp_signed("==", half, I64(1))) as (pairs, single):
-            for branch, bits in ((pairs, 1), (single, 0)):
+        with builder.if_else(builder.icmp_signed("==", layout, I64(OTHER))) as branches:
+            for branch, which in zip(branches, (OTHER, IN_GROUPS), strict=True):
                 with branch:
-                    emit_tile(builder, bits, width.literal_value, given)
+                    emit_tile(builder, which, width.literal_value, given)
         return context.get_dummy_value()
 
     sig = types.void(width, i64, i64, i64, i64, i64, f32, i64, i64, i64, i64)
@@ -168,29 +180,30 @@ def tile(typingctx, width, half, a, panel, depth, ahead, beta, c, ldc, rows, lef
 
 
 @kernel(types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, types.UniTuple(i64, 4)))
-def block_product(m, n, a, b, deep, beta, c, ldc, half, following):
+def block_product(m, n, a, b, deep, beta, c, ldc, layout, following):
     """c (m, n) = a @ b + beta * c, of packed a and b.
 
     following  what is packed next, prefetched tile by tile: address, number, distance and length of its rows
     """
     source, lines, distance, length = following
     tiles, number = -(-m // ROWS) * -(-n // PANEL), 0
+    size = ROWS * FLAT if layout == IN_ROWS else apart(deep)
     for i in range(0, m, ROWS):
-        group = address(a, i // ROWS * apart(deep))
+        group = address(a, i // ROWS * size)
         for j in range(0, n, PANEL):
             for r in range(number * lines // tiles, (number + 1) * lines // tiles):
                 for k in range(0, length, LANES):
                     fetch(address(source, r * distance + k))
             number += 1
             panel, left, rows = address(b, j * deep), min(n - j, PANEL), m - i
-            ahead = address(group, GROUP * deep + j // PANEL * (deep // UNROLL) * LANES)
+            ahead = address(group, size + j // PANEL * (deep // UNROLL) * LANES)
             target = address(c, i * ldc + j)
             if left > 2 * LANES:
-                tile(3, half, group, panel, deep, ahead, beta, target, ldc, rows, left)
+                tile(3, layout, group, panel, deep, ahead, beta, target, ldc, rows, left)
             elif left > LANES:
-                tile(2, half, group, panel, deep, ahead, beta, target, ldc, rows, left)
+                tile(2, layout, group, panel, deep, ahead, beta, target, ldc, rows, left)
             else:
-                tile(1, half, group, panel, deep, ahead, beta, target, ldc, rows, left)
+                tile(1, layout, group, panel, deep, ahead, beta, target, ldc, rows, left)
 
 
 @kernel(i64(i64, i64, i64))
@@ -226,7 +239,8 @@ def times_block(ta, m, n, a, lda, block, depth, beta, c, ldc, half):
         after = i + CHUNK
         source, left = address(a, after if ta else after * lda), max(min(m - after, CHUNK), 0)
         following = (source, depth, lda, left) if ta else (source, left, lda, depth)
-        block_product(height, n, chunk, block, deep, beta, target, ldc, half, following)
+        layout = layout_of(ta, half)
+        block_product(height, n, chunk, block, deep, beta, target, ldc, layout, following)
 
 
 @kernel(types.void(i64))

@@ -1,4 +1,4 @@
-"""Both operands of a product packed: panels of columns and groups of rows, as register tiles read them.
+"""How packed operands of products are laid out: panels of columns and groups of rows, as register tiles read them.
 
 With `half`, values are rounded to bf16, and two steps of k are one 32-bit place: the even one in its lower half.
 """
@@ -8,30 +8,28 @@ from numba import types
 from numba.extending import intrinsic
 
 from packtrain.kernels import runtime, simd
-from packtrain.kernels.call import kernel, part
+from packtrain.kernels.call import part
 from packtrain.kernels.simd import (
     I32,
     I64,
     LANES,
     VECTOR,
-    address,
-    load_part,
-    splat,
-    store,
-    store_part,
 )
 
 AVX512 = runtime.has("avx512f")
 HALF = AVX512 and runtime.has("avx512bf16")  # whether bf16 can be multiplied
+NARROW = not AVX512  # vectors are two registers or more
 AMX = HALF and runtime.has(runtime.AMX)  # by tiles, see amx.py
 ROWS, WIDE = (8, 3) if AVX512 else (6, 1)  # of a register tile, in rows and vectors
 PANEL = WIDE * LANES
 UNROLL = 4  # steps of a tile's loop
 GROUP = 8  # places for the rows of a tile in packed a
+DEEP = 512 if AVX512 else 384  # most places of k in a block of b
 SHIFT = LANES  # f32 between groups of packed a, so that they do not fall into the same places of a cache
+FLAT = DEEP + SHIFT  # f32 between whole rows of packed a
 ALONG, BELOW = 192, 4  # prefetched ahead of what is packed: bytes of a row, and rows
+IN_GROUPS, PAIRED, IN_ROWS = 0, 1, 2  # layouts of packed a; PAIRED is IN_GROUPS in bf16
 i64 = types.int64
-ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 BYTE = ir.IntType(8).as_pointer()
 
 
@@ -101,7 +99,7 @@ def emit_row(builder, source, ld, number, last, left):
     row = builder.select(builder.icmp_signed("<", I64(number), last), I64(number), last)
     place = vector_at(builder, beyond(builder, source, builder.mul(row, ld)))
     mask = simd.first_lanes(builder, left)
-    return simd.call(builder, "llvm.masked.load.v16f32.p0", VECTOR, place, I32(4), mask, ZERO)
+    return simd.read(builder, place, mask)
 
 
 def emit_turned(builder, rows, rounds):
@@ -203,26 +201,6 @@ def move_panel(typingctx, source, ld, target):
     return types.void(i64, i64, i64), codegen
 
 
-@intrinsic
-def deal(typingctx, source, ld, target, apart):
-    """16 columns of two rows of `source` to two groups of 8, which are `apart` f32 from each other."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, target, apart = args
-        emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
-        emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
-        rows = [
-            builder.load(vector_at(builder, place), align=4)
-            for place in (source, beyond(builder, source, ld))
-        ]
-        for number in range(2):
-            spot = beyond(builder, target, builder.mul(apart, I64(number)))
-            builder.store(halves_of(builder, rows, number), vector_at(builder, spot), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64), codegen
-
-
 @part(i64(i64, i64))
 def places(depth, half):
     """Places of packed values for a depth, whole turns of the loop over them; what is added are zeros."""
@@ -232,76 +210,7 @@ def places(depth, half):
     return -(-count // UNROLL) * UNROLL
 
 
-@kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
-def pack_b(block, b, tb, ldb, depth, n, half):
-    """Panels (deep, PANEL) of op(b) (depth, n), one behind the other, zeros beyond it."""
-    deep, per = places(depth, half), 1 + half
-    if tb == 0:
-        whole = 0 if half else n // PANEL * PANEL
-        for k in range(0, depth, per):
-            to = k // per * PANEL
-            for j in range(0, whole, PANEL):
-                move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + to))
-            for j in range(whole, n, PANEL):
-                for w in range(0, PANEL, LANES):
-                    left = max(n - j - w, 0)
-                    values = load_part(b, k * ldb + j + w, left)
-                    if half:
-                        after = load_part(b, (k + 1) * ldb + j + w, left if k + 1 < depth else 0)
-                        values = pair(values, after)
-                    store(block, j * deep + to + w, values)
-    else:
-        for j in range(0, n, PANEL):
-            for w in range(0, min(n - j, PANEL), LANES):
-                last = min(n - j - w, LANES) - 1
-                for k in range(0, depth, LANES):
-                    source = address(b, (j + w) * ldb + k)
-                    target = address(block, j * deep + k // per * PANEL + w)
-                    if half:
-                        turn16_pairs(source, ldb, last, depth - k, target, PANEL)
-                    else:
-                        turn16(source, ldb, last, depth - k, target, PANEL)
-    for j in range(0, n, PANEL):
-        for k in range(-(-depth // per), deep):
-            for w in range(0, PANEL, LANES):
-                store(block, j * deep + k * PANEL + w, splat(0.0))
-
-
 @part(i64(i64))
 def apart(deep):
     """The distance of groups in packed a: never one that puts all of them into the same places of a cache."""
     return deep * GROUP + SHIFT
-
-
-@kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
-def pack_a(block, a, ta, lda, depth, m, half):
-    """Groups (deep, GROUP) of ROWS rows of op(a) (m, depth), one behind the other, zeros beyond it."""
-    deep, per = places(depth, half), 1 + half
-    if ta:
-        pairs = depth // 2 * 2 if ROWS == GROUP and half == 0 else 0
-        whole = m // LANES * LANES
-        for k in range(0, pairs, 2):
-            for i in range(0, whole, LANES):
-                target = address(block, i // ROWS * apart(deep) + k * GROUP)
-                deal(address(a, k * lda + i), lda, target, apart(deep))
-        for k in range(0, depth, per):
-            for i in range(whole if k < pairs else 0, m, ROWS):
-                left = min(m - i, ROWS)
-                values = load_part(a, k * lda + i, left)
-                if half:
-                    after = load_part(a, (k + 1) * lda + i, left if k + 1 < depth else 0)
-                    values = pair(values, after)
-                store_part(block, i // ROWS * apart(deep) + k // per * GROUP, values, GROUP)
-    else:
-        for i in range(0, m, ROWS):
-            last = min(m - i, ROWS) - 1
-            for k in range(0, depth, LANES):
-                source = address(a, i * lda + k)
-                target = address(block, i // ROWS * apart(deep) + k // per * GROUP)
-                if half:
-                    turn_group_pairs(source, lda, last, depth - k, target)
-                else:
-                    turn_group(source, lda, last, depth - k, target)
-    for i in range(0, m, ROWS):
-        for k in range(-(-depth // per), deep):
-            store_part(block, i // ROWS * apart(deep) + k * GROUP, splat(0.0), GROUP)

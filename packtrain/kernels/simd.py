@@ -22,6 +22,7 @@ F32 = ir.FloatType()
 VECTOR = ir.VectorType(F32, LANES)
 BITS = ir.VectorType(I32, LANES)
 MASK = ir.VectorType(ir.IntType(1), LANES)
+ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 INFINITY = float("inf")
 NAN = float("nan")
 
@@ -152,13 +153,27 @@ def first_lanes(builder, left):
     return builder.icmp_signed("<", lanes, spread(builder, builder.trunc(left, I32), BITS))
 
 
-def where_full(builder, left, full, part):
-    """Branch: full() where left >= 16, else part(mask); the value of either, if they have one."""
+def read(builder, pointer, mask=None):
+    """16 f32 in memory; zeros outside the mask, where there is one."""
+    if mask is None:
+        return builder.load(pointer, typ=VECTOR, align=4)
+    return call(builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO)
+
+
+def write(builder, value, pointer, mask=None):
+    if mask is None:
+        return builder.store(value, pointer, align=4)
+    name, void = "llvm.masked.store.v16f32.p0", ir.VoidType()
+    return call(builder, name, void, value, pointer, I32(4), mask)
+
+
+def where_full(builder, left, done):
+    """Branch: done(None) where left >= 16, else done(mask of the first lanes); the value of either, if any."""
     with builder.if_else(builder.icmp_signed(">=", left, I64(LANES)), likely=True) as (then, other):
         with then:
-            a, a_block = full(), builder.block
+            a, a_block = done(None), builder.block
         with other:
-            b, b_block = part(first_lanes(builder, left)), builder.block
+            b, b_block = done(first_lanes(builder, left)), builder.block
     if isinstance(a.type, ir.VoidType):
         return None
     phi = builder.phi(a.type)
@@ -192,15 +207,7 @@ def load_part(typingctx, x, i, left):
 
     def codegen(context, builder, sig, args):
         pointer = lanes_at(context, builder, sig.args[0], *args[:2])
-        zero = ir.Constant(VECTOR, [0.0] * LANES)
-        return where_full(
-            builder,
-            args[2],
-            lambda: builder.load(pointer, align=4),
-            lambda mask: call(
-                builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, zero
-            ),
-        )
+        return where_full(builder, args[2], lambda mask: read(builder, pointer, mask))
 
     return f32x16(place(x), types.int64, types.int64), codegen
 
@@ -222,20 +229,7 @@ def store_part(typingctx, y, i, v, left):
 
     def codegen(context, builder, sig, args):
         pointer = lanes_at(context, builder, sig.args[0], *args[:2])
-        where_full(
-            builder,
-            args[3],
-            lambda: builder.store(args[2], pointer, align=4),
-            lambda mask: call(
-                builder,
-                "llvm.masked.store.v16f32.p0",
-                ir.VoidType(),
-                args[2],
-                pointer,
-                I32(4),
-                mask,
-            ),
-        )
+        where_full(builder, args[3], lambda mask: write(builder, args[2], pointer, mask))
         return context.get_dummy_value()
 
     return types.void(place(y), types.int64, f32x16, types.int64), codegen

@@ -13,20 +13,21 @@ from packtrain.kernels.call import kernel
 from packtrain.kernels.simd import (
     BITS,
     F32,
-    I32,
     I64,
     LANES,
     MASK,
     VECTOR,
+    ZERO,
     call,
     first_lanes,
+    read,
     spread,
+    write,
 )
 
 POINTER = ir.PointerType()
 PRODUCT = types.void(*[types.int64] * 9, types.boolean)
 TURN = types.void(*[types.int64] * 8)
-ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 # rows and vectors of a tile, the largest first: sums, columns and a broadcast value fill the registers
 HEIGHTS, WIDEST = ((12, 4, 1), 2) if runtime.has("avx512f") else ((6, 2, 1), 1)
 
@@ -35,19 +36,6 @@ def at(builder, base, row, stride, column):
     """The pointer to base[row * stride + column]."""
     index = builder.add(builder.mul(row, stride), column)
     return builder.gep(base, [index], source_etype=F32)
-
-
-def read(builder, pointer, mask):
-    if mask is None:
-        return builder.load(pointer, typ=VECTOR, align=4)
-    return call(builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO)
-
-
-def write(builder, value, pointer, mask):
-    if mask is None:
-        return builder.store(value, pointer, align=4)
-    name, void = "llvm.masked.store.v16f32.p0", ir.VoidType()
-    return call(builder, name, void, value, pointer, I32(4), mask)
 
 
 def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, depth, add):

@@ -85,16 +85,19 @@ def test_a_vocabulary_of_128k_tokens_opens_fast_and_small():
         from packtrain.gguf import GGUF
         from packtrain.memory import private_nbytes
         from packtrain.tokenizer import Tokenizer
-        before, began = private_nbytes(), time.process_time()
+        before, times = private_nbytes(), [time.process_time()]
         Tokenizer(GGUF(sys.argv[1]).metadata)
-        print(time.process_time() - began, private_nbytes() - before)
+        taken, times = private_nbytes() - before, [*times, time.process_time()]
+        sum(i * i for i in range(2_000_000))
+        times.append(time.process_time())
+        print((times[1] - times[0]) / (times[2] - times[1]), taken)
     """
     path = VECTORS / "ggml-vocab-llama-bpe.gguf"
     said = subprocess.run(
         [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
     )
-    seconds, nbytes = said.stdout.split()
-    assert float(seconds) <= 0.3 and int(nbytes) <= 45 << 20
+    ratio, nbytes = said.stdout.split()
+    assert float(ratio) <= 4 and int(nbytes) <= 45 << 20  # 1.2 to 2.4: the machine's own speed counts in both
 
 
 # ---- words

@@ -97,7 +97,8 @@ def test_a_vocabulary_of_128k_tokens_opens_fast_and_small():
         [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
     )
     ratio, nbytes = said.stdout.split()
-    assert float(ratio) <= 4 and int(nbytes) <= 45 << 20  # 1.2 to 2.4: the machine's own speed counts in both
+    # 1.2 to 2.4: the machine's own speed counts in both
+    assert float(ratio) <= 4 and int(nbytes) <= 45 << 20
 
 
 # ---- words

@@ -1,5 +1,8 @@
 """Merging with data: grids of packed rows, error feedback on one matrix, and whole models block by block."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -321,6 +324,23 @@ def test_less_memory_reads_fewer_tokens_then_fewer_columns_and_then_there_is_no_
 
 
 def test_a_merge_stays_in_its_room(tmp_path, capsys, monkeypatch):
+    if (
+        "ALONE" not in os.environ
+    ):  # in a process of its own: what other tests have freed lies scattered
+        again = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-k",
+            "test_a_merge_stays_in_its_room",
+            __file__,
+        ]
+        done = subprocess.run(
+            again, env={**os.environ, "ALONE": "1"}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+        return
     monkeypatch.setitem(CONFIGS, "wide", replace(CONFIGS["llama"], feed_forward_length=2048))
     merge = merging(tmp_path, "wide", "Q4_K")
     widths, limit = [], None

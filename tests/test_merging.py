@@ -324,21 +324,12 @@ def test_less_memory_reads_fewer_tokens_then_fewer_columns_and_then_there_is_no_
 
 
 def test_a_merge_stays_in_its_room(tmp_path, capsys, monkeypatch):
-    if (
-        "ALONE" not in os.environ
-    ):  # in a process of its own: what other tests have freed lies scattered
-        again = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-k",
-            "test_a_merge_stays_in_its_room",
-            __file__,
-        ]
-        done = subprocess.run(
-            again, env={**os.environ, "ALONE": "1"}, capture_output=True, text=True, check=False
-        )
+    if "ALONE" not in os.environ:
+        # in a process of its own, as a user's merge is: what other tests have freed lies scattered here
+        name = f"{__file__}::test_a_merge_stays_in_its_room"
+        again = [sys.executable, "-m", "pytest", "-q", name]
+        alone = os.environ | {"ALONE": "1"}
+        done = subprocess.run(again, env=alone, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
         return
     monkeypatch.setitem(CONFIGS, "wide", replace(CONFIGS["llama"], feed_forward_length=2048))

@@ -282,6 +282,7 @@ def test_bad_requests_say_what_is_wrong(client, path, body, words):
 
 def test_other_refusals(client):
     assert client.post("/completion", content=b"{").status_code == 400
+    assert client.post("/completion", content=b"[" * 100_000).status_code == 400
     deep = client.post("/completion", content=b"[" * 100_000 + b"]" * 100_000)
     assert deep.status_code == 400 and "nested too deeply" in deep.json()["error"]["message"]
     assert client.post("/completion", content=b" " * (2 << 20)).status_code == 413

@@ -62,11 +62,8 @@ class Body:
             raise InputError(f"{self._where}{name} is too large")
         if not (math.isfinite(value) and least <= value <= most):
             bounds = [
-                text
-                for limit, text in (
-                    (least, f"at least {_shown(least)}"),
-                    (most, f"at most {_shown(most)}"),
-                )
+                f"{side} {_shown(limit)}"
+                for side, limit in (("at least", least), ("at most", most))
                 if math.isfinite(limit)
             ]
             raise InputError(
@@ -240,4 +237,4 @@ def adapters_of(given: Any, defaults: Sequence[float]) -> tuple[float, ...]:
 
 
 def _shown(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return str(value) if isinstance(value, int) else f"{value:g}"

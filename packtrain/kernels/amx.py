@@ -14,12 +14,10 @@ from numba.extending import intrinsic
 from packtrain.kernels import simd
 from packtrain.kernels.call import kernel
 from packtrain.kernels.panels import (
-    ALONG,
     AMX,
     HALVES,
     beyond,
     emit_pair,
-    emit_prefetch,
     emit_turned,
     vector_at,
 )
@@ -104,15 +102,12 @@ def emit_two(builder, along, source, ld, number, ends):
             last = builder.sub(lines, I64(1))
             line = builder.select(builder.icmp_signed("<", line, last), line, last)
         place = beyond(builder, source, builder.mul(line, ld))
-        emit_prefetch(builder, builder.add(place, I64(ALONG)))
-        emit_prefetch(builder, builder.add(place, I64(ALONG + 64)))
         after = builder.sub(left, I64(LANES)) if ends else None
         high = emit_load(builder, builder.add(place, I64(4 * LANES)), after)
         return emit_load(builder, place, left), high
     values = []
     for step in (2 * number, 2 * number + 1):
         place = beyond(builder, source, builder.mul(I64(step), ld))
-        emit_prefetch(builder, builder.add(place, I64(ALONG)))
         if ends:
             inside = builder.icmp_signed("<", I64(step), left)
             values.append(emit_load(builder, place, builder.select(inside, lines, I64(0))))
@@ -151,20 +146,25 @@ def emit_lost(builder, along, pairs, low, high):
     ]
 
 
-def emit_rows(builder, turn, rows, target):
-    for r, row in enumerate(emit_turned(builder, rows, 4) if turn else rows):
-        builder.store(row, vector_at(builder, builder.add(target, I64(64 * r))), align=64)
+def emit_pack(builder, along, turn, source, ld, target, count, ends):
+    """See packer; with a count of 2 what rounding lost comes behind."""
+    tiles = [[] for _ in range(count)]
 
+    def store(number, r, row):
+        place = builder.add(target, I64(64 * r + 4 * TILE * number))
+        builder.store(row, vector_at(builder, place), align=64)
 
-def emit_pack(builder, along, turn, source, ld, target, half, ends):
-    """See packer."""
-    given = [emit_two(builder, along, source, ld, r, ends) for r in range(LANES)]
-    rows = [emit_rounded(builder, along, *two) for two in given]
-    emit_rows(builder, turn, rows, target)
-    with builder.if_then(builder.icmp_signed("==", half, I64(2))):
-        lost = [emit_lost(builder, along, row, *two) for row, two in zip(rows, given, strict=True)]
-        rest = [emit_rounded(builder, along, *two) for two in lost]
-        emit_rows(builder, turn, rest, builder.add(target, I64(4 * TILE)))
+    for r in range(LANES):
+        two = emit_two(builder, along, source, ld, r, ends)
+        for number, tile in enumerate(tiles):
+            row = emit_rounded(builder, along, *two)
+            two = emit_lost(builder, along, row, *two) if count > 1 else two
+            tile.append(row)
+            if not turn:
+                store(number, r, row)
+    for number, tile in enumerate(tiles if turn else ()):
+        for r, row in enumerate(emit_turned(builder, tile, 4)):
+            store(number, r, row)
 
 
 def packer(along, turn):
@@ -182,10 +182,11 @@ def packer(along, turn):
             builder.icmp_signed(">=", lines, I64(LANES)),
             builder.icmp_signed(">=", left, I64(STEPS)),
         )
-        with builder.if_else(whole, likely=True) as (full, part):
-            for branch, ends in ((full, None), (part, (lines, left))):
-                with branch:
-                    emit_pack(builder, along, turn, source, ld, target, half, ends)
+        one = builder.icmp_signed("==", half, I64(1))
+        for count, right in ((1, one), (2, builder.not_(one))):
+            for ends, there in ((None, whole), ((lines, left), builder.not_(whole))):
+                with builder.if_then(builder.and_(right, there), likely=ends is None):
+                    emit_pack(builder, along, turn, source, ld, target, count, ends)
         return context.get_dummy_value()
 
     sig = void(i64, i64, i64, i64, i64, i64)

@@ -18,6 +18,7 @@ from packtrain.kernels.panels import (
     HALVES,
     beyond,
     emit_pair,
+    emit_prefetch,
     emit_turned,
     vector_at,
 )
@@ -277,6 +278,9 @@ def tiles(typingctx, high, wide, half, a, b, across, c, ldc, add):
             2 * i + j: builder.add(beyond(builder, c, builder.mul(I64(16 * i), ldc)), I64(64 * j))
             for i, j in itertools.product(range(high), range(wide))
         }
+        for i, j in itertools.product(range(STEPS if high > 1 else LANES), range(wide)):
+            place = beyond(builder, c, builder.mul(I64(i), ldc))
+            emit_prefetch(builder, builder.add(place, I64(64 * j)), write=1)
         with builder.if_else(builder.icmp_signed("==", add, I64(0))) as (new, old):
             with new:
                 for number in spots:

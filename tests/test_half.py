@@ -93,6 +93,37 @@ def test_the_head_rounds_alike(precision: str, bound: float) -> None:
         assert np.abs(ours[name] - want).max() <= bound * max(1.0, float(np.abs(want).max())), name
 
 
+@pytest.mark.parametrize("dtype", ["f32", "q8_0", "q4_K"])
+@pytest.mark.parametrize("softcap", [0.0, 2.5])
+@pytest.mark.parametrize(("v", "chunk"), [(37, 64), (1500, 16), (6000, 64)])
+def test_a_head_of_several_slices_and_chunks(
+    v: int, chunk: int, softcap: float, dtype: str
+) -> None:
+    rng = np.random.default_rng(2)
+    x, b, weights = input("x", (300, 256)), input("b", (v,)), input("weights", (300,))
+    plain = rng.standard_normal((v, 256)).astype(np.float32) / 8
+    w = input("w", plain.shape)
+    if dtype != "f32":
+        w = constant("w", quantize(plain, BLOCK_TYPES[dtype]), BLOCK_TYPES[dtype])
+    targets = input("targets", (300,), i32)
+    how = {"chunk": chunk, "softcap": softcap, "precision": "bf16"}
+    made = ops.linear_cross_entropy(x, w, targets, weights, b, **how)
+    graph = pt.Graph({str(i): one for i, one in enumerate(made)})
+    given = values(graph) | {"targets": rng.integers(-v // 4, v, 300).astype(np.int32)}
+    given |= {"w": plain} if dtype == "f32" else {}
+    ours, spec = (run(graph, given, (one,)) for one in (backends.cpu, backends.numpy))
+    for name, want in spec.items():
+        assert np.abs(ours[name] - want).max() <= 2**-8 * max(1.0, float(np.abs(want).max())), name
+        far = np.abs(ours[name] - want) > 1e-3 * float(np.abs(want).max())
+        assert far.mean() <= 0.01, name  # probabilities at the edge between two bf16
+    count = kernels.threads()
+    kernels.set_threads(1)
+    try:
+        same_bits(run(graph, given, (backends.cpu,)), ours, "threads")
+    finally:
+        kernels.set_threads(count)
+
+
 def test_rounding_is_to_even_and_keeps_what_is_not_finite() -> None:
     x = np.float32([1 + 2**-8, 1 + 3 * 2**-8, np.inf, -np.inf, 3.4e38, 1e-40])
     assert rounded(x)[:5].tolist() == [1.0, 1 + 4 * 2**-8, np.inf, -np.inf, np.inf]

@@ -16,6 +16,7 @@ from packtrain.kernels import store
 from packtrain.kernels.runtime import cache_root, refusal
 from packtrain.memory import private_nbytes, settle
 from packtrain.models.config import Config
+from packtrain.ops.costs import in_tiles
 from packtrain.optim import Optimizer
 
 GUESSED_NBYTES = 10 << 20  # if there is no memory for the child; 6 to 7 MiB were measured
@@ -52,6 +53,7 @@ def kernels_of(config: Config) -> tuple[str, ...]:
         *(kernels.SCANS if config.scan else ()),
         *(kernels.DELTAS if config.traits.delta else ()),
         *(() if config.flash else kernels.WRITTEN),
+        *(kernels.TILED if in_tiles(config.precision, config.embedding_length) else ()),
     )
 
 

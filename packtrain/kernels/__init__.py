@@ -21,6 +21,7 @@ __all__ = [
     "OF_OPS",
     "PACKING",
     "SCANS",
+    "TILED",
     "WEIGHING",
     "WINDOWS",
     "WRITING",
@@ -51,6 +52,7 @@ EXPERTS = ("experts", "softmax")
 CONVS = ("short_conv",)
 SCANS = ("short_conv", "scan")
 DELTAS = ("delta",)  # of gated delta nets, beside those
+TILED = ("head",)  # of the loss in bf16 with AMX
 WRITTEN = ("softmax",)  # of attention that is written out
 PACKING = ("quantize",)
 WEIGHING = ("weighing", "snapping")  # of quantizing with an importance matrix, or onto grids

@@ -25,12 +25,14 @@ from packtrain.kernels.simd import (
     poke,
     scratch,
     splat,
+    store,
     store_part,
     tanh,
     total,
 )
 
 MOST_COLUMNS, LEAST_COLUMNS = 288, 64  # of logits in a slice, which stays in the L2 cache
+TWO = 2 * LANES
 MOST_ROWS = 4096  # rows of a chunk, whatever the workspace
 SERIAL = 1 << 15  # elements below which a parallel region costs more than it saves
 
@@ -43,19 +45,21 @@ chunk_of_rows = types.Tuple((i64, f32, i64, i64, i64, i64))  # lse, cap, counted
 @kernel(f32(i64, i64))
 def highest(row, count):
     """The largest of `count` f32 at an address."""
-    top = splat(-INFINITY)
-    for i in range(0, count, LANES):
+    top, other = splat(-INFINITY), splat(-INFINITY)
+    whole = count // TWO * TWO
+    for i in range(0, whole, TWO):
+        top, other = maximum(load(row, i), top), maximum(load(row, i + LANES), other)
+    for i in range(whole, count, LANES):
         v = load_part(row, i, count - i)
         top = maximum(keep_first(v, count - i, splat(-INFINITY)), top)
-    return largest(top)
+    return largest(maximum(top, other))
 
 
-@kernel(f32(i64, i64))
-def log_sum_exp(row, count):
-    """log(sum(exp(row))) of `count` f32 at an address."""
-    high = highest(row, count)
-    if high == -INFINITY or high == INFINITY:
-        return high
+@kernel(f32(i64, i64, f32))
+def sum_of_exp(row, count, high):
+    """sum(exp(row - high)) of `count` f32 at an address, 0 if that is -inf."""
+    if high == -INFINITY:
+        return f32(0.0)
     a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
     whole = count // (4 * LANES) * (4 * LANES)
     for i in range(0, whole, 4 * LANES):
@@ -65,13 +69,27 @@ def log_sum_exp(row, count):
     for i in range(whole, count, LANES):
         e = exp(load_part(row, i, count - i) - high)
         a = a + keep_first(e, count - i, splat(0.0))
-    return high + f32(math.log(total((a + b) + (c + d))))
+    return total((a + b) + (c + d))
+
+
+@kernel(f32(i64, i64))
+def log_sum_exp(row, count):
+    """log(sum(exp(row))) of `count` f32 at an address."""
+    high = highest(row, count)
+    if abs(high) == INFINITY:
+        return high
+    return high + f32(math.log(sum_of_exp(row, count, high)))
 
 
 @kernel(void(i64, i64, i64, f32, f32, f32))
 def probabilities(y, x, count, lse, weight, cap):
     """y = weight * exp(x - lse), `count` f32 at addresses; y may be x. With a cap times the slope of `squash`."""
-    for i in range(0, count, LANES):
+    whole = 0 if cap > 0 else count // TWO * TWO
+    for i in range(0, whole, TWO):
+        a, b = exp(load(x, i) - lse), exp(load(x, i + LANES) - lse)
+        store(y, i, a * weight)
+        store(y, i + LANES, b * weight)
+    for i in range(whole, count, LANES):
         v = load_part(x, i, count - i)
         e = exp(v - lse) * weight
         if cap > 0:

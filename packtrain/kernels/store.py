@@ -44,6 +44,7 @@ MADE_OF = {
     "experts": "call dequantize matmul packed simd",
     "folds": "",
     "gemm": "amx call operands panels simd",
+    "head": "amx call dequantize loss simd",
     "loss": "call dequantize gemm packed simd",
     "matmul": "call gemm simd",
     "norm": "call simd",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from packtrain.dtypes import Dtype, f32
+from packtrain.kernels.runtime import multiplies
 from packtrain.tensor import Tensor
 
 COLUMNS = 16  # of a vector: a tile has three of them, or fewer at the edge
@@ -22,6 +23,8 @@ KEYS = 64  # of a block in attention
 SLICE = 288  # columns of logits at a time in the head
 # of the vocabulary: tasks of the head, by which it sums dx; rows of w in one
 PARTS, LEAST_PART = 16, 64
+# of the head in bf16 by AMX's tiles: most columns, multiples of its chunk that it takes at once, and steps of a tile
+IN_TILES, TOGETHER, TILE = 2048, 4, 32
 WIDE = 128  # columns of an expert's task
 SERIAL = 1 << 14  # below this many elements a parallel region does not pay
 
@@ -107,28 +110,47 @@ def laying(dtype: Dtype) -> str:
     return "pack" if dtype == f32 else f"unpack {dtype}"
 
 
-def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int) -> Cost:
+def head(
+    x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int, precision: str
+) -> Cost:
     """The loss of logits x @ w.T by chunks of rows, with the requested gradients."""
     (v, c), n = w.shape, x.spec.size // max(x.shape[-1], 1)
-    chunk = max(min(chunk, n), 1)
-    chunks, logits = -(-n // chunk), float(n * v)
-    laid = laying(w.dtype)
-    work = {"multiply": multiplied(n, v, c), "exp": logits}
-    work["pack"] = float(n * c * -(-v // SLICE))
-    work[laid] = work.get(laid, 0.0) + chunks * v * c
-    nbytes = 12.0 * logits
-    if dx is not None or dw is not None:
+    tiled, back = in_tiles(precision, c), dx is not None or dw is not None
+    chunk = max(min(chunk * TOGETHER if tiled else chunk, n), 1)
+    chunks, logits, times = -(-n // chunk), float(n * v), 1 + (tiled and back)
+    laid, kept = laying(w.dtype), 0.0 if tiled else 4.0 * logits
+    work = {"multiply": times * multiplied(n, v, c), "exp": logits}
+    work["pack"] = float(n * c * (2 if tiled else -(-v // SLICE)))
+    work[laid] = work.get(laid, 0.0) + times * chunks * v * c
+    nbytes = 3.0 * kept
+    if back:
         work["exp"] += logits
-        nbytes += 8.0 * logits
+        nbytes += 2.0 * kept
     if dx is not None:
         work["multiply"] += multiplied(n, c, v)
         work[laid] += chunks * v * c
-        work["pack"] += logits * -(-c // BROAD)
+        work["pack"] += logits * (1 if tiled else -(-c // BROAD))
     if dw is not None:
         work["multiply"] += chunks * multiplied(v, c, n / chunks)
-        work["pack"] += logits * -(-c // BROAD) + logits * c / SLICE
+        work["pack"] += logits if tiled else logits * -(-c // BROAD) + logits * c / SLICE
         nbytes += 8.0 * chunks * v * c
-    return Cost(work, nbytes=nbytes, tasks=parts(v), by_target=True)
+    cost = Cost(work, nbytes=nbytes, tasks=parts(v), by_target=True)
+    return at(precision, cost)
+
+
+def in_tiles(precision: str, columns: int) -> bool:
+    """Whether the head's logits are computed twice instead of kept."""
+    return precision == "bf16" and columns <= IN_TILES and multiplies("bf16x3")
+
+
+def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the workspaces of the head for n rows."""
+    rows = max(min(chunk, n), 1)
+    if not in_tiles(precision, c):
+        return (rows, v), (rows, c), (parts(v), rows, c)
+    rows = max(min(TOGETHER * chunk, n), 1)
+    whole = (-(-size // TILE) * TILE for size in (rows, c))
+    return (2 * parts(v) + 1, rows), (1, *whole), (parts(v), rows, c)
 
 
 def parts(v: int) -> int:

@@ -186,8 +186,8 @@ def linear_cross_entropy(
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Cross-entropy of the logits x @ w.T (+ b), `chunk` rows at a time, so that all logits never exist at once.
 
-    With a softcap of c, of c * tanh(logits / c). Gradients for a loss gradient of 1 come from the same logits; a graph
-    that does not read them (evaluation) does not pay for them.
+    (In bf16 with AMX 4 * chunk rows, whose logits are computed twice.) With a softcap of c, of c * tanh(logits / c).
+    Gradients for a loss gradient of 1 come from the same logits; a graph that reads none (evaluation) pays for none.
 
         x        (..., C)  f32
         w        (V, C)    any readable type
@@ -252,9 +252,8 @@ def _times(dloss: Tensor, d: Tensor) -> Tensor:
 
 
 @linear_cross_entropy.workspace("cpu")
-def linear_cross_entropy_work(x, w, targets, weights, b, *, chunk, **how):
-    rows = min(chunk, max(targets.spec.size, 1))
-    return *(Spec((rows, n)) for n in w.shape), Spec((costs.parts(w.shape[0]), rows, w.shape[1]))
+def linear_cross_entropy_work(x, w, targets, weights, b, *, chunk, precision, **how):
+    return map(Spec, costs.head_room(*w.shape, targets.spec.size, chunk, precision))
 
 
 @linear_cross_entropy.kernel("numpy")
@@ -280,7 +279,8 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, 
     by_row = flat(loss), flat(losses), flat_or_absent(right)
     arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flat_or_absent(db), *work
     given = rows(x), *packed(w), flat_or_absent(b), flat(targets), flat(weights)
-    kernels.loss.linear_cross_entropy(*arrays, *given, softcap, half(precision))
+    by = kernels.head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
+    by.linear_cross_entropy(*arrays, *given, softcap, half(precision))
 
 
 linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)
@@ -288,7 +288,7 @@ linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)
 
 @linear_cross_entropy.cost
 def linear_cross_entropy_cost(out, x, w, targets, weights, b, *, chunk, softcap, precision):
-    return costs.at(precision, costs.head(x, w, out[3], _of_weights(out, b)[0], chunk))
+    return costs.head(x, w, out[3], _of_weights(out, b)[0], chunk, precision)
 
 
 @linear_cross_entropy.samples
@@ -296,8 +296,8 @@ def linear_cross_entropy_samples():
     for n, c, v, chunk in ((1, 1, 1, 4), (17, 256, 64, 8), (65, 16, 130, 64), (64, 33, 1000, 64)):
         x, w = input("x", (n, c)), input("w", (v, c))
         yield linear_cross_entropy(x, w, *_targets((n,), v), chunk=chunk)[0]
-    folded = input("x", (2, 3, 8)), input("w", (7, 8)), *_targets((2, 3), 7)
-    yield linear_cross_entropy(*folded, chunk=4)[0]
+    x, w = input("x", (2, 3, 8)), input("w", (7, 8))
+    yield linear_cross_entropy(x, w, *_targets((2, 3), 7), chunk=4)[0]
     capped = input("x", (70, 9)), input("w", (150, 9)), *_targets((70,), 150)
     yield linear_cross_entropy(*capped, chunk=32, softcap=2.5)[0]
     biased = input("x", (70, 2)), input("w", (150, 2)), *_targets((70,), 150), input("b", (150,))

@@ -1,0 +1,266 @@
+"""The fused head in bf16 by AMX's tiles, which multiply faster than logits could be kept: they are computed twice.
+
+First the log-sum-exp of each row, then gradients, both by slices of the vocabulary whose logits stay in the L2 cache.
+Rows are packed once, and slices of w as both products take them.
+"""
+
+import math
+
+from numba import types
+
+from packtrain.kernels.amx import STEPS, TILE, by_tiles, pack_columns, pack_rows
+from packtrain.kernels.call import each, kernel, part
+from packtrain.kernels.dequantize import F32, packed2, row
+from packtrain.kernels.loss import (
+    MOST_ROWS,
+    add_parts,
+    add_to,
+    fill_zero,
+    find_targets,
+    highest,
+    probabilities,
+    squash,
+    sum_of_exp,
+    weighted_sum,
+)
+from packtrain.kernels.simd import (
+    INFINITY,
+    LANES,
+    address,
+    exp,
+    largest,
+    load_part,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store_part,
+    tanh,
+)
+
+MOST_COLUMNS = 2048  # of x: above, too few rows of w fit
+WIDEST, SLICE = 256, 1 << 17  # rows of w in a slice, values of it
+LOGITS = 1 << 16  # of a slice, at once
+FLAT, TWO = STEPS * MOST_COLUMNS, 2 * LANES
+HALF_LOGITS, HALF_SLICE = LOGITS // 2, SLICE // 2
+
+i64, f32, void = types.int64, types.float32, types.void
+a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
+bias1 = types.Array(f32, 1, "C", readonly=True)
+# what each task is given: counted, lse, cap, rows, after (whether dw gets more), and the matrix with its bias
+asked_rows = types.Tuple((i64, i64, f32, i64, i64, i64, packed2, bias1))
+
+
+@part(i64(i64))
+def line(depth):
+    """f32 of a line of tiles."""
+    return -(-depth // STEPS) * TILE
+
+
+@part(i64(i64))
+def wide(C):
+    """Rows of w in a slice."""
+    return max(min(WIDEST, SLICE // max(C, 1) // STEPS * STEPS), STEPS)
+
+
+@part(i64(i64))
+def high_of(wide):
+    """Rows of x at once for so many rows of w: whole tiles."""
+    return LOGITS // wide // STEPS * STEPS
+
+
+@kernel(void(a3, a2, i64, i64, i64))
+def pack_x(panels, x, counted, rows, number):
+    """32 rows that are counted: as rows of x for logits, and as steps of k for dw.
+
+    panels  (1, rows, C), both whole tiles: in one half x, in the other x by blocks of high_of(wide(C)) rows
+    """
+    C, first, flat = x.shape[1], number * STEPS, scratch(FLAT)
+    count, block = min(rows - first, STEPS), high_of(wide(C))
+    for i in range(count):
+        source = address(x, i64(peek(counted, first + i)) * C)
+        for j in range(0, C, LANES):
+            store_part(flat, i * C + j, load_part(source, j, C - j), C - j)
+    pack_rows(address(panels, first // LANES * line(C)), line(C), flat, 0, C, C, count, 1)
+    start = first // block * block
+    across, size = line(min(rows - start, block)), panels.shape[1] * panels.shape[2]
+    target = address(
+        panels, size // 2 + start * panels.shape[2] // 2 + (first - start) // STEPS * TILE
+    )
+    pack_columns(target, across, flat, 0, C, count, C, 1)
+
+
+@kernel(void(i64, i64, i64, i64, packed2, i64, i64, i64))
+def pack_w(for_logits, for_dx, flat, kind, w, C, start, stop):
+    """Rows of w as both products take them, 32 at a time; for_dx may be 0. Others than f32 are dequantized to flat."""
+    nbytes, across = w.shape[1], line(stop - start)
+    for r in range(start, stop, STEPS):
+        count, source = min(stop - r, STEPS), w.ctypes.data + r * nbytes
+        if kind != F32:
+            for i in range(count):
+                row(kind, address(flat, i * C), source + i * nbytes, C)
+            source = flat
+        target = address(for_logits, (r - start) // LANES * line(C))
+        pack_columns(target, line(C), source, 1, C, C, count, 1)
+        if for_dx:
+            target = address(for_dx, (r - start) // STEPS * TILE)
+            pack_columns(target, across, source, 0, C, count, C, 1)
+
+
+@kernel(void(i64, i64, a3, i64, i64, i64, i64, i64, bias1))
+def multiply(logits, ld, panels, first, rows, block, start, size, bias):
+    """logits (rows, size) of rows `first` of x on, with a bias, at most (high, wide)."""
+    across = panels.shape[2] // STEPS * TILE
+    x = address(panels, first // LANES * across)
+    by_tiles(rows, size, x, block, across, 0, logits, ld, 1)
+    for i in range(rows if bias.size else 0):
+        add_to(address(logits, i * ld), address(bias, start), size)
+
+
+@part(f32(f32, f32))
+def capped(x, cap):
+    return largest(tanh(splat(x) / cap) * cap) if cap > 0 else x
+
+
+@kernel(void(i64, i64, i64, i64, i64, f32))
+def add_row(tops, sums, at, logits, size, cap):
+    """More logits of a row; they are capped then."""
+    before, new = peek(tops, at), highest(logits, size)
+    if cap > 0:
+        squash(logits, size, cap)
+    top = before if before > new or math.isnan(before) else new
+    most = capped(top, cap)
+    sum = sum_of_exp(logits, size, most)
+    if abs(before) != INFINITY:
+        sum += peek(sums, at) * largest(exp(splat(capped(before, cap) - most)))
+    poke(tops, at, top)
+    poke(sums, at, sum)
+
+
+@kernel(void(a2, a3, i64, i1, asked_rows, i64))
+def scan(found, panels, C, targets, asked, number):
+    """What the losses need to know of one of the parts of the vocabulary.
+
+    found  (2 parts + 1, rows)  of each part the largest logit, not capped, and the sum of exp(logit - largest), capped;
+                                the target's logit, not capped
+    """
+    (counted, _, cap, rows, _, kind, w, bias), parts, chunk = (
+        asked,
+        found.shape[0] // 2,
+        found.shape[1],
+    )
+    block, logits, ld = scratch(HALF_SLICE), scratch(LOGITS), wide(C)
+    each_part = -(-w.shape[0] // parts)
+    tops, sums = address(found, number * chunk), address(found, (parts + number) * chunk)
+    for i in range(rows):
+        poke(tops, i, -INFINITY)
+        poke(sums, i, f32(0.0))
+    end = min((number + 1) * each_part, w.shape[0])
+    for start in range(number * each_part, end, ld):
+        size = min(end - start, ld)
+        pack_w(block, 0, logits, kind, w, C, start, start + size)
+        for first in range(0, rows, high_of(ld)):
+            count = min(rows - first, high_of(ld))
+            multiply(logits, ld, panels, first, count, block, start, size, bias)
+            for i in range(count):
+                here, at = address(logits, i * ld), first + i
+                target = i64(targets[i64(peek(counted, at))]) - start
+                if 0 <= target < size:
+                    found[2 * parts, at] = peek(here, target)
+                add_row(tops, sums, at, here, size, cap)
+
+
+@kernel(void(a1, a1, a2, i1, asked_rows, i64))
+def row_loss(losses, right, found, targets, asked, at):
+    """The loss of a row, whether its target has the largest logit, and its log-sum-exp, of what is found in each part.
+
+    The largest is compared before the cap, which makes very large logits equal.
+    """
+    counted, lse, cap, parts, sum = asked[0], asked[1], asked[2], found.shape[0] // 2, f32(0.0)
+    row, own, top = i64(peek(counted, at)), found[2 * parts, at], found[0, at]
+    for number in range(1, parts):
+        top = top if top > found[number, at] or math.isnan(top) else found[number, at]
+    value = capped(top, cap)
+    for number in range(parts if abs(value) != INFINITY else 0):
+        sum += found[parts + number, at] * f32(math.exp(capped(found[number, at], cap) - value))
+    if abs(value) != INFINITY:
+        value += f32(math.log(sum))
+    poke(lse, at, value)
+    losses[row] = value - capped(own, cap)
+    if right.size:
+        right[row] = f32(own >= top)
+
+
+@kernel(void(a1, i64, i64, i64, i64, i64, i1, a1, asked_rows))
+def slopes(db, logits, ld, first, start, size, targets, weights, asked):
+    """What the loss's gradient is by some logits, in their place, and their sums to db."""
+    counted, lse, cap, rows = asked[0], asked[1], asked[2], min(asked[3] - first, high_of(ld))
+    for i in range(rows):
+        at, row = address(logits, i * ld), i64(peek(counted, first + i))
+        target, weight = i64(targets[row]) - start, weights[row]
+        if cap > 0:
+            squash(at, size, cap)
+        hit = 0 <= target < size
+        share = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
+        probabilities(at, at, size, peek(lse, first + i), weight, cap)
+        if hit:
+            poke(at, target, peek(at, target) - weight * (f32(1.0) - share * share))
+        if db.size:
+            add_to(address(db, start), at, size)
+
+
+@kernel(void(a2, a2, a1, a3, a3, i64, i1, a1, asked_rows, i64))
+def part_back(dx, dw, db, sums, panels, C, targets, weights, asked, number):
+    """All that follows from one of the parts of the vocabulary: dw, db, and its share of dx."""
+    (_, _, _, rows, after, kind, w, bias), ld = asked, wide(C)
+    for_logits, for_dx, logits = scratch(HALF_SLICE), scratch(HALF_SLICE), scratch(LOGITS)
+    d, padded = scratch(HALF_LOGITS), panels.shape[2]
+    each_part, size_x = -(-w.shape[0] // sums.shape[0]), panels.shape[1] * padded
+    begin, end = number * each_part, min((number + 1) * each_part, w.shape[0])
+    for start in range(begin, end, ld):
+        size = min(end - start, ld)
+        pack_w(for_logits, for_dx if dx.size else 0, logits, kind, w, C, start, start + size)
+        for first in range(0, rows, high_of(ld)):
+            count = min(rows - first, high_of(ld))
+            multiply(logits, ld, panels, first, count, for_logits, start, size, bias)
+            slopes(db, logits, ld, first, start, size, targets, weights, asked)
+            if dx.size:
+                pack_rows(d, line(size), logits, 0, ld, size, count, 1)
+                target = address(sums, (number * sums.shape[1] + first) * C)
+                by_tiles(count, C, d, for_dx, line(size), start > begin, target, C, 1)
+            if dw.size:
+                pack_rows(d, line(count), logits, 1, ld, count, size, 1)
+                x, add = address(panels, size_x // 2 + first * padded // 2), after or first
+                by_tiles(size, C, d, x, line(count), add, address(dw, start * C), C, 1)
+
+
+@kernel(void(a1, a1, a1, a2, a2, a1, a2, a3, a3, a2, i64, packed2, bias1, i1, a1, f32, i64))
+def linear_cross_entropy(
+    loss, losses, right, dx, dw, db, found, panels, sums, x, kind, w, bias, targets, weights, cap, half,
+):  # fmt: skip
+    """As in loss.py, in bf16 (half = 1); logits are not kept.
+
+    found (2 parts of V + 1, rows), panels (1, rows, C), both whole tiles, sums (parts of V, rows, C): workspace
+    """
+    (N, C), counted, lse = x.shape, scratch(MOST_ROWS), scratch(MOST_ROWS)
+    for zeros in (losses, right, db):
+        fill_zero(address(zeros, 0), zeros.size)
+    fill_zero(address(dx, 0), dx.size)
+    after, at, parts = 0, 0, sums.shape[0]
+    while at < N:
+        rows, at = find_targets(counted, targets, at, min(found.shape[1], MOST_ROWS))
+        if rows == 0:
+            break
+        asked = counted, lse, cap, rows, after, kind, w, bias
+        each(pack_x, (panels, x, counted, rows), -(-rows // STEPS))
+        each(scan, (found, panels, C, targets, asked), parts)
+        each(row_loss, (losses, right, found, targets, asked), rows)
+        if dx.size + dw.size + db.size > 0:
+            back = dx, dw, db, sums, panels, C, targets, weights, asked
+            each(part_back, back, parts)
+        if dx.size:
+            each(add_parts, (dx, sums, parts, counted), rows)
+        after = 1
+    if after == 0:
+        fill_zero(address(dw, 0), dw.size)
+    weighted_sum(loss, losses, weights)

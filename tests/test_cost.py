@@ -67,7 +67,7 @@ def test_what_multiplies_declares_it(name):
 
 def test_every_op_that_calls_a_kernel_of_products_is_among_them():
     products = re.compile(
-        r"kernels\.(matmul|packed|attention|attention_back|loss\.linear\w+|experts\.(packed_)?(matmul|out_prod)\w+)\b"
+        r"kernels\.(matmul|packed|attention|attention_back|loss\.linear\w+|head|experts\.(packed_)?(matmul|out_prod)\w+)\b"
     )
     sources = {
         name: inspect.getsource(op.kernels["cpu"].run)

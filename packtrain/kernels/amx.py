@@ -23,11 +23,9 @@ from packtrain.kernels.panels import (
     vector_at,
 )
 from packtrain.kernels.simd import (
-    I32,
     I64,
     LANES,
     VECTOR,
-    ZERO,
     address,
     load_part,
     scratch,
@@ -84,11 +82,8 @@ def release(typingctx):
 
 def emit_load(builder, place, left):
     """16 values, or the first `left` of them."""
-    pointer = vector_at(builder, place)
-    if left is None:
-        return builder.load(pointer, align=4)
-    mask = simd.first_lanes(builder, left)
-    return simd.call(builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO)
+    mask = None if left is None else simd.first_lanes(builder, left)
+    return simd.read(builder, vector_at(builder, place), mask)
 
 
 def emit_two(builder, along, source, ld, number, ends):

@@ -34,6 +34,7 @@ from packtrain.kernels.panels import (
     places,
     vector_at,
 )
+from packtrain.kernels.runtime import roomy
 from packtrain.kernels.simd import (
     F32,
     I64,
@@ -45,7 +46,7 @@ from packtrain.kernels.simd import (
     scratch,
 )
 
-BROAD = 288 if AVX512 else 384  # most columns in a block of b
+BROAD = (576 if roomy() else 288) if AVX512 else 384  # most columns in a block of b
 GROUPS = 8  # packed at once
 CHUNK = GROUPS * ROWS
 B_SIZE, A_SIZE = DEEP * BROAD, (DEEP * GROUP + SHIFT) * GROUPS

@@ -18,7 +18,7 @@ from packtrain.kernels.loss import (
     fill_zero,
     find_targets,
     highest,
-    probabilities,
+    slopes,
     squash,
     sum_of_exp,
     weighted_sum,
@@ -41,7 +41,7 @@ from packtrain.kernels.simd import (
 MOST_COLUMNS = 2048  # of x: above, too few rows of w fit
 WIDEST, SLICE = 256, 1 << 17  # rows of w in a slice, values of it
 LOGITS = 1 << 16  # of a slice, at once
-FLAT, TWO = STEPS * MOST_COLUMNS, 2 * LANES
+FLAT = STEPS * MOST_COLUMNS
 HALF_LOGITS, HALF_SLICE = LOGITS // 2, SLICE // 2
 
 i64, f32, void = types.int64, types.float32, types.void
@@ -191,28 +191,10 @@ def row_loss(losses, right, found, targets, asked, at):
         right[row] = f32(own >= top)
 
 
-@kernel(void(a1, i64, i64, i64, i64, i64, i1, a1, asked_rows))
-def slopes(db, logits, ld, first, start, size, targets, weights, asked):
-    """What the loss's gradient is by some logits, in their place, and their sums to db."""
-    counted, lse, cap, rows = asked[0], asked[1], asked[2], min(asked[3] - first, high_of(ld))
-    for i in range(rows):
-        at, row = address(logits, i * ld), i64(peek(counted, first + i))
-        target, weight = i64(targets[row]) - start, weights[row]
-        if cap > 0:
-            squash(at, size, cap)
-        hit = 0 <= target < size
-        share = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
-        probabilities(at, at, size, peek(lse, first + i), weight, cap)
-        if hit:
-            poke(at, target, peek(at, target) - weight * (f32(1.0) - share * share))
-        if db.size:
-            add_to(address(db, start), at, size)
-
-
 @kernel(void(a2, a2, a1, a3, a3, i64, i1, a1, asked_rows, i64))
 def part_back(dx, dw, db, sums, panels, C, targets, weights, asked, number):
     """All that follows from one of the parts of the vocabulary: dw, db, and its share of dx."""
-    (_, _, _, rows, after, kind, w, bias), ld = asked, wide(C)
+    (counted, lse, cap, rows, after, kind, w, bias), ld = asked, wide(C)
     for_logits, for_dx, logits = scratch(HALF_SLICE), scratch(HALF_SLICE), scratch(LOGITS)
     d, padded = scratch(HALF_LOGITS), panels.shape[2]
     each_part, size_x = -(-w.shape[0] // sums.shape[0]), panels.shape[1] * padded
@@ -223,7 +205,10 @@ def part_back(dx, dw, db, sums, panels, C, targets, weights, asked, number):
         for first in range(0, rows, high_of(ld)):
             count = min(rows - first, high_of(ld))
             multiply(logits, ld, panels, first, count, for_logits, start, size, bias)
-            slopes(db, logits, ld, first, start, size, targets, weights, asked)
+            for i in range(count if cap > 0 else 0):
+                squash(address(logits, i * ld), size, cap)
+            of_rows = address(counted, first), address(lse, first), cap, targets, weights
+            slopes(db, logits, ld, count, start, size, *of_rows)
             if dx.size:
                 pack_rows(d, line(size), logits, 0, ld, size, count, 1)
                 target = address(sums, (number * sums.shape[1] + first) * C)

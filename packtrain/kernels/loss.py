@@ -212,6 +212,21 @@ def slices_in_part(size, width, parts):
     return -(-slices // parts)
 
 
+@kernel(void(a1, i64, i64, i64, i64, i64, i64, i64, f32, i1, a1))
+def slopes(db, logits, ld, rows, start, size, counted, lse, cap, targets, weights):
+    """Of columns start : start + size of logits, at an address, the gradients in their place; db += their sums."""
+    for i in range(rows):
+        at, row = address(logits, i * ld), i64(peek(counted, i))
+        target, weight = i64(targets[row]) - start, weights[row]
+        hit = 0 <= target < size
+        capped = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
+        probabilities(at, at, size, peek(lse, i), weight, cap)
+        if hit:
+            poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
+        if db.size:
+            add_to(address(db, start), at, size)
+
+
 @kernel(void(a2, a1, a2, a2, i1, a1, chunk_of_rows, i64, i64))
 def slice_back(dw, db, logits, x, targets, weights, chunk, start, stop):
     """Columns start:stop of d_logits, written over logits, and from them dw[start:stop] (+)= d_logits.T @ x.
@@ -219,21 +234,11 @@ def slice_back(dw, db, logits, x, targets, weights, chunk, start, stop):
     db[start:stop] += the sum of their rows.
     """
     C, V, (lse, cap, counted, after, half, rows) = x.shape[1], logits.shape[1], chunk
-    for i in range(rows):
-        row = i64(peek(counted, i))
-        at, target, weight = address(logits, i * V), i64(targets[row]), weights[row]
-        hit = start <= target < stop
-        capped = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
-        columns = address(at, start)
-        probabilities(columns, columns, stop - start, peek(lse, i), weight, cap)
-        if hit:
-            poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
-    if db.size:
-        for i in range(rows):
-            add_to(address(db, start), address(logits, i * V + start), stop - start)
+    at, size = address(logits, start), stop - start
+    slopes(db, at, V, rows, start, size, counted, lse, cap, targets, weights)
     if dw.size:
-        at, x_at, out = address(logits, start), address(x, 0), address(dw, start * C)
-        sgemm(1, 0, stop - start, C, rows, at, V, x_at, C, after, out, C, half)
+        x_at, out = address(x, 0), address(dw, start * C)
+        sgemm(1, 0, size, C, rows, at, V, x_at, C, after, out, C, half)
 
 
 @kernel(void(a3, a2, i64, packed2, i64, i64, i64, types.boolean, i64, i64))

@@ -13,6 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from packtrain.kernels import crew
+from packtrain.kernels.runtime import roomy
 
 llvmlite.binding.initialize_native_asmparser()
 I64 = ir.IntType(64)
@@ -22,7 +23,8 @@ TASK, GIVEN, THREADS, NUMBER, CREW = crew.TASK, crew.GIVEN, crew.THREADS, crew.N
 OWN, NEXT, END, TIME, ASLEEP = crew.OWN, crew.NEXT, crew.END, crew.TIME, crew.ASLEEP
 BED, GATE, SIZE = crew.BED, crew.GATE, crew.SIZE
 PATIENCE = 100_000  # nanoseconds of waiting actively: longer than the steps of a token that have one thread
-STACK = 1 << 20  # bytes of its stack that a thread touches first, to be measured with the kernels
+# bytes of its stack that a thread touches first, to be measured with the kernels
+STACK = 3 << 19 if roomy() else 1 << 20
 
 llvmlite.binding.add_symbol("packtrain_pool", crew.ADDRESS)
 sem_wait = types.ExternalFunction("sem_wait", i32(i64))

@@ -144,6 +144,7 @@ def platform_parts() -> tuple[str, ...]:
         llvmlite.binding.get_host_cpu_name(),
         llvmlite.binding.get_host_cpu_features().flatten(),
         *("tiles" for _ in range(has(AMX))),
+        *("roomy" for _ in range(roomy())),
         *(part for item in sorted(chosen_cpu().items()) for part in item),
     )
 
@@ -171,6 +172,15 @@ def has(feature: str) -> bool:
 def multiplies(precision: str) -> bool:
     """Whether our products on this CPU have this precision."""
     return precision not in NEEDED or has(NEEDED[precision])
+
+
+@cache
+def roomy() -> bool:
+    """Whether the L2 cache of a core has 2 MiB, which products make use of."""
+    with contextlib.suppress(OSError, ValueError):
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
+        return int(size.removesuffix("K")) >= 2048
+    return False
 
 
 @cache

@@ -253,7 +253,7 @@ def _times(dloss: Tensor, d: Tensor) -> Tensor:
 
 @linear_cross_entropy.workspace("cpu")
 def linear_cross_entropy_work(x, w, targets, weights, b, *, chunk, precision, **how):
-    return map(Spec, costs.head_room(*w.shape, targets.spec.size, chunk, precision))
+    return tuple(map(Spec, costs.head_room(*w.shape, targets.spec.size, chunk, precision)))
 
 
 @linear_cross_entropy.kernel("numpy")

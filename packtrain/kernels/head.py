@@ -11,8 +11,7 @@ from numba import types
 from packtrain.kernels.amx import STEPS, TILE, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import F32, packed2, row
-from packtrain.kernels.loss import (
-    MOST_ROWS,
+from packtrain.kernels.logits import (
     add_parts,
     add_to,
     fill_zero,
@@ -38,6 +37,7 @@ from packtrain.kernels.simd import (
     tanh,
 )
 
+MOST_ROWS = 4096  # of a chunk, whatever the workspace
 MOST_COLUMNS = 2048  # of x: above, too few rows of w fit
 WIDEST, SLICE = 256, 1 << 17  # rows of w in a slice, values of it
 LOGITS = 1 << 16  # of a slice, at once
@@ -84,10 +84,8 @@ def pack_x(panels, x, counted, rows, number):
     pack_rows(address(panels, first // LANES * line(C)), line(C), flat, 0, C, C, count, 1)
     start = first // block * block
     across, size = line(min(rows - start, block)), panels.shape[1] * panels.shape[2]
-    target = address(
-        panels, size // 2 + start * panels.shape[2] // 2 + (first - start) // STEPS * TILE
-    )
-    pack_columns(target, across, flat, 0, C, count, C, 1)
+    at = size // 2 + start * panels.shape[2] // 2 + (first - start) // STEPS * TILE
+    pack_columns(address(panels, at), across, flat, 0, C, count, C, 1)
 
 
 @kernel(void(i64, i64, i64, i64, packed2, i64, i64, i64))
@@ -144,11 +142,8 @@ def scan(found, panels, C, targets, asked, number):
     found  (2 parts + 1, rows)  of each part the largest logit, not capped, and the sum of exp(logit - largest), capped;
                                 the target's logit, not capped
     """
-    (counted, _, cap, rows, _, kind, w, bias), parts, chunk = (
-        asked,
-        found.shape[0] // 2,
-        found.shape[1],
-    )
+    (counted, _, cap, rows, _, kind, w, bias), parts = asked, found.shape[0] // 2
+    chunk = found.shape[1]
     block, logits, ld = scratch(HALF_SLICE), scratch(LOGITS), wide(C)
     each_part = -(-w.shape[0] // parts)
     tops, sums = address(found, number * chunk), address(found, (parts + number) * chunk)
@@ -172,10 +167,7 @@ def scan(found, panels, C, targets, asked, number):
 
 @kernel(void(a1, a1, a2, i1, asked_rows, i64))
 def row_loss(losses, right, found, targets, asked, at):
-    """The loss of a row, whether its target has the largest logit, and its log-sum-exp, of what is found in each part.
-
-    The largest is compared before the cap, which makes very large logits equal.
-    """
+    """The loss of a row, whether its target has the largest logit before the cap, and its log-sum-exp."""
     counted, lse, cap, parts, sum = asked[0], asked[1], asked[2], found.shape[0] // 2, f32(0.0)
     row, own, top = i64(peek(counted, at)), found[2 * parts, at], found[0, at]
     for number in range(1, parts):

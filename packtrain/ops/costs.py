@@ -134,8 +134,7 @@ def head(
         work["multiply"] += chunks * multiplied(v, c, n / chunks)
         work["pack"] += logits if tiled else logits * -(-c // BROAD) + logits * c / SLICE
         nbytes += 8.0 * chunks * v * c
-    cost = Cost(work, nbytes=nbytes, tasks=parts(v), by_target=True)
-    return at(precision, cost)
+    return at(precision, Cost(work, nbytes=nbytes, tasks=parts(v), by_target=True))
 
 
 def in_tiles(precision: str, columns: int) -> bool:
@@ -145,10 +144,10 @@ def in_tiles(precision: str, columns: int) -> bool:
 
 def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple[int, ...], ...]:
     """Shapes of the workspaces of the head for n rows."""
-    rows = max(min(chunk, n), 1)
-    if not in_tiles(precision, c):
+    tiled = in_tiles(precision, c)
+    rows = max(min(TOGETHER * chunk if tiled else chunk, n), 1)
+    if not tiled:
         return (rows, v), (rows, c), (parts(v), rows, c)
-    rows = max(min(TOGETHER * chunk, n), 1)
     whole = (-(-size // TILE) * TILE for size in (rows, c))
     return (2 * parts(v) + 1, rows), (1, *whole), (parts(v), rows, c)
 

@@ -1,0 +1,151 @@
+"""What rows of logits are made into: log-sum-exp, probabilities, gradients. For losses that keep logits or do not."""
+
+import math
+
+from numba import types
+
+from packtrain.kernels.call import kernel
+from packtrain.kernels.simd import (
+    INFINITY,
+    LANES,
+    address,
+    exp,
+    keep_first,
+    largest,
+    load,
+    load_part,
+    maximum,
+    peek,
+    poke,
+    splat,
+    store,
+    store_part,
+    tanh,
+    total,
+)
+
+TWO = 2 * LANES
+
+i64, f32, void = types.int64, types.float32, types.void
+a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
+
+
+@kernel(f32(i64, i64))
+def highest(row, count):
+    """The largest of `count` f32 at an address."""
+    top, other = splat(-INFINITY), splat(-INFINITY)
+    whole = count // TWO * TWO
+    for i in range(0, whole, TWO):
+        top, other = maximum(load(row, i), top), maximum(load(row, i + LANES), other)
+    for i in range(whole, count, LANES):
+        v = load_part(row, i, count - i)
+        top = maximum(keep_first(v, count - i, splat(-INFINITY)), top)
+    return largest(maximum(top, other))
+
+
+@kernel(f32(i64, i64, f32))
+def sum_of_exp(row, count, high):
+    """sum(exp(row - high)) of `count` f32 at an address, 0 if that is -inf."""
+    if high == -INFINITY:
+        return f32(0.0)
+    a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    whole = count // (4 * LANES) * (4 * LANES)
+    for i in range(0, whole, 4 * LANES):
+        a, b = a + exp(load(row, i) - high), b + exp(load(row, i + LANES) - high)
+        i += 2 * LANES
+        c, d = c + exp(load(row, i) - high), d + exp(load(row, i + LANES) - high)
+    for i in range(whole, count, LANES):
+        e = exp(load_part(row, i, count - i) - high)
+        a = a + keep_first(e, count - i, splat(0.0))
+    return total((a + b) + (c + d))
+
+
+@kernel(f32(i64, i64))
+def log_sum_exp(row, count):
+    """log(sum(exp(row))) of `count` f32 at an address."""
+    high = highest(row, count)
+    if abs(high) == INFINITY:
+        return high
+    return high + f32(math.log(sum_of_exp(row, count, high)))
+
+
+@kernel(void(i64, i64, i64, f32, f32, f32))
+def probabilities(y, x, count, lse, weight, cap):
+    """y = weight * exp(x - lse), `count` f32 at addresses; y may be x. With a cap times the slope of `squash`."""
+    whole = 0 if cap > 0 else count // TWO * TWO
+    for i in range(0, whole, TWO):
+        a, b = exp(load(x, i) - lse), exp(load(x, i + LANES) - lse)
+        store(y, i, a * weight)
+        store(y, i + LANES, b * weight)
+    for i in range(whole, count, LANES):
+        v = load_part(x, i, count - i)
+        e = exp(v - lse) * weight
+        if cap > 0:
+            e = e * (1.0 - (v / cap) * (v / cap))
+        store_part(y, i, e, count - i)
+
+
+@kernel(void(i64, i64, f32))
+def squash(x, count, cap):
+    """x = cap * tanh(x / cap), `count` f32 at an address; the slope is then 1 - (x / cap)**2."""
+    for i in range(0, count, LANES):
+        store_part(x, i, tanh(load_part(x, i, count - i) / cap) * cap, count - i)
+
+
+@kernel(void(i64, i64))
+def fill_zero(y, count):
+    for i in range(0, count, LANES):
+        store_part(y, i, splat(0.0), count - i)
+
+
+@kernel(void(a1, a1, a1))
+def weighted_sum(loss, losses, weights):
+    result = 0.0
+    for i in range(losses.shape[0]):
+        result += float(losses[i]) * float(weights[i])
+    loss[0] = result
+
+
+@kernel(void(i64, i64, i64))
+def add_to(x, y, count):
+    """x += y, `count` f32 at addresses."""
+    for i in range(0, count, LANES):
+        store_part(x, i, load_part(x, i, count - i) + load_part(y, i, count - i), count - i)
+
+
+@kernel(void(a1, i64, i64, i64, i64, i64, i64, i64, f32, i1, a1))
+def slopes(db, logits, ld, rows, start, size, counted, lse, cap, targets, weights):
+    """Of columns start : start + size of logits, at an address, the gradients in their place; db += their sums."""
+    for i in range(rows):
+        at, row = address(logits, i * ld), i64(peek(counted, i))
+        target, weight = i64(targets[row]) - start, weights[row]
+        hit = 0 <= target < size
+        capped = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
+        probabilities(at, at, size, peek(lse, i), weight, cap)
+        if hit:
+            poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
+        if db.size:
+            add_to(address(db, start), at, size)
+
+
+@kernel(void(a2, a3, i64, i64, i64))
+def add_parts(dx, sums, count, counted, i):
+    """dx[counted[i]] = the sum of sums[:count, i]."""
+    (chunk, C), row = sums.shape[1:], i64(peek(counted, i))
+    for j in range(0, C, LANES):
+        v = load_part(sums, i * C + j, C - j)
+        for number in range(1, count):
+            v = v + load_part(sums, (number * chunk + i) * C + j, C - j)
+        store_part(dx, row * C + j, v, C - j)
+
+
+@kernel(types.UniTuple(i64, 2)(i64, i1, i64, i64))
+def find_targets(counted, targets, start, most):
+    """Writes the next rows with a target from `start` on, at most so many; their number, and where to go on."""
+    count = 0
+    while start < targets.size and count < most:
+        if targets[start] >= 0:
+            poke(counted, count, f32(start))  # exact: a step has fewer than 2**24 positions
+            count += 1
+        start += 1
+    return count, start

@@ -58,7 +58,7 @@ PACKING = ("quantize",)
 WEIGHING = ("weighing", "snapping")  # of quantizing with an importance matrix, or onto grids
 AWARE = ("recoding",)  # of training in the blocks of quantized matrices
 WINDOWS = ("convolution", "windows")  # of convolutions and pools
-OF_OPS = (*EXPERTS, *SCANS, *DELTAS, *AWARE, *WINDOWS)  # of graphs of any ops, in training
+OF_OPS = (*EXPERTS, *SCANS, *DELTAS, *AWARE, *WINDOWS, *TILED)  # of graphs of any ops, in training
 
 
 def torch() -> ModuleType:

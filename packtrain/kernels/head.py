@@ -1,7 +1,6 @@
 """The fused head in bf16 by AMX's tiles, which multiply faster than logits could be kept: they are computed twice.
 
 First the log-sum-exp of each row, then gradients, both by slices of the vocabulary whose logits stay in the L2 cache.
-Rows are packed once, and slices of w as both products take them.
 """
 
 import math
@@ -59,8 +58,8 @@ def line(depth):
 
 @part(i64(i64))
 def wide(C):
-    """Rows of w in a slice."""
-    return max(min(WIDEST, SLICE // max(C, 1) // STEPS * STEPS), STEPS)
+    """Rows of w in a slice, each of whole tiles."""
+    return max(min(WIDEST, HALF_SLICE // max(line(C) // LANES, 1) // STEPS * STEPS), STEPS)
 
 
 @part(i64(i64))
@@ -71,10 +70,8 @@ def high_of(wide):
 
 @kernel(void(a3, a2, i64, i64, i64))
 def pack_x(panels, x, counted, rows, number):
-    """32 rows that are counted: as rows of x for logits, and as steps of k for dw.
-
-    panels  (1, rows, C), both whole tiles: in one half x, in the other x by blocks of high_of(wide(C)) rows
-    """
+    """32 counted rows to panels (1, rows, C), both whole tiles: to one half as rows of x, to the other as steps of k
+    for dw, by blocks of high_of(wide(C)) rows."""
     C, first, flat = x.shape[1], number * STEPS, scratch(FLAT)
     count, block = min(rows - first, STEPS), high_of(wide(C))
     for i in range(count):
@@ -129,7 +126,7 @@ def add_row(tops, sums, at, logits, size, cap):
     top = before if before > new or math.isnan(before) else new
     most = capped(top, cap)
     sum = sum_of_exp(logits, size, most)
-    if abs(before) != INFINITY:
+    if cap > 0 or abs(before) != INFINITY:
         sum += peek(sums, at) * largest(exp(splat(capped(before, cap) - most)))
     poke(tops, at, top)
     poke(sums, at, sum)
@@ -137,11 +134,8 @@ def add_row(tops, sums, at, logits, size, cap):
 
 @kernel(void(a2, a3, i64, i1, asked_rows, i64))
 def scan(found, panels, C, targets, asked, number):
-    """What the losses need to know of one of the parts of the vocabulary.
-
-    found  (2 parts + 1, rows)  of each part the largest logit, not capped, and the sum of exp(logit - largest), capped;
-                                the target's logit, not capped
-    """
+    """Of a part of the vocabulary to found (2 parts + 1, rows): of each row the largest logit, and the sum of
+    exp(logit - largest) with the cap; the target's logit without it."""
     (counted, _, cap, rows, _, kind, w, bias), parts = asked, found.shape[0] // 2
     chunk = found.shape[1]
     block, logits, ld = scratch(HALF_SLICE), scratch(LOGITS), wide(C)

@@ -25,7 +25,6 @@ from packtrain.kernels.simd import (
 )
 
 TWO = 2 * LANES
-
 i64, f32, void = types.int64, types.float32, types.void
 a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
 

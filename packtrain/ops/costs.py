@@ -23,8 +23,8 @@ KEYS = 64  # of a block in attention
 SLICE = 288  # columns of logits at a time in the head
 # of the vocabulary: tasks of the head, by which it sums dx; rows of w in one
 PARTS, LEAST_PART = 16, 64
-# of the head in bf16 by AMX's tiles: most columns, multiples of its chunk that it takes at once, and steps of a tile
-IN_TILES, TOGETHER, TILE = 2048, 4, 32
+# of the head in bf16 by AMX's tiles: most columns, chunks and rows taken at once, and steps of a tile
+IN_TILES, TOGETHER, MOST_ROWS, TILE = 2048, 4, 4096, 32
 WIDE = 128  # columns of an expert's task
 SERIAL = 1 << 14  # below this many elements a parallel region does not pay
 
@@ -116,7 +116,7 @@ def head(
     """The loss of logits x @ w.T by chunks of rows, with the requested gradients."""
     (v, c), n = w.shape, x.spec.size // max(x.shape[-1], 1)
     tiled, back = in_tiles(precision, c), dx is not None or dw is not None
-    chunk = max(min(chunk * TOGETHER if tiled else chunk, n), 1)
+    chunk = rows_at_once(v, c, n, chunk, tiled)
     chunks, logits, times = -(-n // chunk), float(n * v), 1 + (tiled and back)
     laid, kept = laying(w.dtype), 0.0 if tiled else 4.0 * logits
     work = {"multiply": times * multiplied(n, v, c), "exp": logits}
@@ -142,10 +142,17 @@ def in_tiles(precision: str, columns: int) -> bool:
     return precision == "bf16" and columns <= IN_TILES and multiplies("bf16x3")
 
 
+def rows_at_once(v: int, c: int, n: int, chunk: int, tiled: bool) -> int:
+    """Rows of a chunk, of n; in tiles more of them, but no more than the logits of the others would have room for."""
+    if tiled:
+        chunk = min(chunk * min(TOGETHER, 1 + v // ((parts(v) + 1) * max(c, 1))), MOST_ROWS)
+    return max(min(chunk, n), 1)
+
+
 def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple[int, ...], ...]:
     """Shapes of the workspaces of the head for n rows."""
     tiled = in_tiles(precision, c)
-    rows = max(min(TOGETHER * chunk if tiled else chunk, n), 1)
+    rows = rows_at_once(v, c, n, chunk, tiled)
     if not tiled:
         return (rows, v), (rows, c), (parts(v), rows, c)
     whole = (-(-size // TILE) * TILE for size in (rows, c))

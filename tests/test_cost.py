@@ -84,6 +84,8 @@ def test_constants_are_those_of_the_kernels():
     assert (matmul.FEW_ROWS, matmul.SMALL) == (costs.FEW_ROWS, costs.SMALL)
     assert (packed.UNPACKING, packed.SMALL) == (costs.UNPACKING, costs.PACKED_SMALL)
     assert kernels.loss.MOST_COLUMNS == costs.SLICE
+    head = kernels.head
+    assert (head.MOST_COLUMNS, head.MOST_ROWS) == (costs.IN_TILES, costs.MOST_ROWS)
     assert (kernels.attention.KEYS, kernels.experts.WIDE) == (costs.KEYS, costs.WIDE)
     for width in (8, 64, 65, 256, 257):
         assert costs.queries(width) == kernels.attention.queries_in_block(width)

@@ -43,6 +43,17 @@ def values(graph: pt.Graph, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
+def one_thread_gives(
+    ours: dict[str, np.ndarray], graph: pt.Graph, given: dict[str, np.ndarray]
+) -> None:
+    count = kernels.threads()
+    kernels.set_threads(1)
+    try:
+        same_bits(run(graph, given, (backends.cpu,)), ours, "threads")
+    finally:
+        kernels.set_threads(count)
+
+
 def both(outputs: dict[str, Tensor]) -> None:
     """Both backends give the same up to the order of sums; one thread gives what all give."""
     graph = pt.Graph(outputs)
@@ -51,12 +62,7 @@ def both(outputs: dict[str, Tensor]) -> None:
     for name in outputs:
         scale = max(1.0, float(np.abs(spec[name]).max()))
         assert np.abs(ours[name] - spec[name]).max() <= 2e-5 * scale, name
-    count = kernels.threads()
-    kernels.set_threads(1)
-    try:
-        same_bits(run(graph, given, (backends.cpu,)), ours, "threads")
-    finally:
-        kernels.set_threads(count)
+    one_thread_gives(ours, graph, given)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -101,9 +107,8 @@ def test_heads_whose_rows_do_not_fill_tiles(c: int) -> None:
     made = ops.linear_cross_entropy(x, w, targets, weights, chunk=64, softcap=2.5, **HOW)
     graph = pt.Graph({str(i): one for i, one in enumerate(made)})
     given = values(graph) | {"w": rng.standard_normal((6000, c)).astype(np.float32) / 16}
-    given["x"][0] = np.where(
-        np.arange(c) < 1, 3e38, 0.0
-    )  # some of its logits are infinite before the cap
+    # some of its logits are infinite before the cap
+    given["x"][0] = np.where(np.arange(c) < 1, 3e38, 0.0)
     given["w"][7, 0] = 1e20
     ours, spec = (run(graph, given, (one,)) for one in (backends.cpu, backends.numpy))
     assert np.allclose(ours["1"], spec["1"], atol=1e-4)
@@ -135,12 +140,7 @@ def test_a_head_of_several_slices_and_chunks(
         assert np.abs(ours[name] - want).max() <= 2**-8 * max(1.0, float(np.abs(want).max())), name
         far = np.abs(ours[name] - want) > 1e-3 * float(np.abs(want).max())
         assert far.mean() <= 0.01, name  # probabilities at the edge between two bf16
-    count = kernels.threads()
-    kernels.set_threads(1)
-    try:
-        same_bits(run(graph, given, (backends.cpu,)), ours, "threads")
-    finally:
-        kernels.set_threads(count)
+    one_thread_gives(ours, graph, given)
 
 
 def test_rounding_is_to_even_and_keeps_what_is_not_finite() -> None:

@@ -38,10 +38,9 @@ from packtrain.kernels.simd import (
 
 MOST_ROWS = 4096  # of a chunk, whatever the workspace
 MOST_COLUMNS = 2048  # of x: above, too few rows of w fit
-WIDEST, SLICE = 256, 1 << 17  # rows of w in a slice, values of it
+WIDEST, HALF_SLICE = 256, 1 << 16  # rows of w in a slice, f32 of it in bf16
 LOGITS = 1 << 16  # of a slice, at once
-FLAT = STEPS * MOST_COLUMNS
-HALF_LOGITS, HALF_SLICE = LOGITS // 2, SLICE // 2
+FLAT, HALF_LOGITS = STEPS * MOST_COLUMNS, LOGITS // 2
 
 i64, f32, void = types.int64, types.float32, types.void
 a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]

@@ -186,7 +186,7 @@ def linear_cross_entropy(
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Cross-entropy of the logits x @ w.T (+ b), `chunk` rows at a time, so that all logits never exist at once.
 
-    (In bf16 with AMX 4 * chunk rows, whose logits are computed twice.) With a softcap of c, of c * tanh(logits / c).
+    (In bf16 with AMX up to 4 * chunk, whose logits are computed twice.) With a softcap of c, of c * tanh(logits / c).
     Gradients for a loss gradient of 1 come from the same logits; a graph that reads none (evaluation) pays for none.
 
         x        (..., C)  f32

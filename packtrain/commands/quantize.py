@@ -1,7 +1,8 @@
 """packtrain quantize: quantize the weights of a GGUF file, with the types that llama-quantize chooses."""
 
+from importlib import import_module
+
 from packtrain.commands import DONE
-from packtrain.commands.shown import Shown
 from packtrain.events import Events
 from packtrain.tasks.quantize import MIB, Quantize, quantize
 from packtrain.words import plural
@@ -17,7 +18,8 @@ class Printed(Events):
 def run(settings: Quantize) -> int:
     """Write the file and print a line per tensor. Raises InputError, for values only after writing began."""
     long = settings.calibrate is not None or settings.imatrix is not None
-    done = quantize(settings, Shown() if long else Printed())
+    events = import_module("packtrain.commands.shown").Shown() if long else Printed()
+    done = quantize(settings, events)
     print(
         f"{done.output}: {settings.type.upper()}, {plural(done.count, 'tensor')}, "
         f"{done.before_nbytes / MIB:.2f} -> {done.nbytes / MIB:.2f} MiB, "

@@ -6,13 +6,13 @@ unsupported architectures. Nothing is converted here.
 
 import re
 from collections import Counter
+from importlib import import_module
 
 import numpy as np
 
 from packtrain.dtypes import PACKED, Dtype, f16
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
-from packtrain.models.arch import ARCHITECTURES
 from packtrain.types.k import q3_K, q4_K, q5_K, q6_K
 from packtrain.types.legacy import q8_0
 from packtrain.types.room import Mix
@@ -169,7 +169,9 @@ class _Rules:
 
     def _is_70b(self) -> bool:
         """Whether this is a 70B with few value heads, which get more bits."""
-        known = ARCHITECTURES.get(str(self.architecture))
+        # all architectures take long to load beside what quantizing does, and few types ask
+        architectures = import_module("packtrain.models.arch").ARCHITECTURES
+        known = architectures.get(str(self.architecture))
         if known is None or not self.blocks or self.blocks != known.blocks_70b:
             return False
         heads = self._number("attention.head_count")

@@ -201,6 +201,7 @@ def test_a_peer_that_fails_ends_the_command(
         (["none.gguf"], "BASE: none.gguf does not exist"),
         (["--json", "no/where.json"], "--json: no/where.json cannot be written"),
         (["--markdown", "."], "--markdown: . is a folder"),
+        (["--memory", "much"], "--memory: "),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -279,7 +280,8 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
     ]
     assert made.waited == 0.1
     monkeypatch.setattr(steps, "has_torch", lambda: False)
-    (alone,) = steps.tables(["15m"], 3, counting)
+    (alone,) = steps.tables(["15m"], 3, counting, 1640 << 20)
+    assert alone.title.endswith("included; ours keeps to 1,640 MiB")
     assert alone.column("ms") == [2000] and [*alone.notes] == [products.WITHOUT]
 
 
@@ -313,6 +315,19 @@ def test_a_step_on_a_base_keeps_to_its_memory(
     checks.close(*losses, "losses")
     with pytest.raises(InputError, match="a step does not fit 1 MiB"):
         training.of_base(base, 4, 256, memory=1 << 20)
+
+
+def test_a_step_of_a_preset_keeps_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "private_nbytes", lambda: 0)
+    monkeypatch.setattr(training, "rates_apart", lambda *_, **__: BEGIN)
+    whole = training.of_preset("1m")
+    limit = int(0.75 * whole.engine.plans.nbytes)
+    less = training.of_preset("1m", memory=limit)
+    assert less.engine.plans.nbytes <= limit and whole.tokens == less.tokens == 1024
+    losses = [np.array([one.step() for _ in range(3)], np.float32) for one in (whole, less)]
+    checks.close(*losses, "losses")
+    with pytest.raises(InputError, match="a step does not fit 1 MiB"):
+        training.of_preset("1m", memory=1 << 20)
 
 
 @pytest.mark.torch

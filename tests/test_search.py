@@ -16,6 +16,7 @@ from tests.search_checks import CONFIG, REQUEST, SHAPE, check_alone, fresh
 
 FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]
 FORMS += [replace(form, two_passes=True) for form in (FORMS[0], FORMS[2])]
+TWICE = [replace(form, backward=True) for form in FORMS[3:]]  # the backward pass alone
 SAVED = replace(SHAPE, config=replace(SHAPE.config, saved="bf16"))
 FORMS += [SAVED]
 
@@ -97,9 +98,36 @@ def test_a_draft_of_two_passes_recomputes_in_both(form, recomputed):
     assert planned.nbytes <= drafted.nbytes <= planned.nbytes * 1.06
 
 
+@pytest.mark.parametrize("form", TWICE)
+@pytest.mark.parametrize("keep", [None, uniform(CONFIG.block_count, ())])
+def test_a_draft_of_two_backward_passes_recomputes_in_both(form, keep):
+    shape, once = replace(form, keep=keep), replace(form, two_passes=False, keep=keep)
+    drafted, planned = Search(REQUEST).draft(shape), make_plans(shape, REQUEST.optimizer)
+    assert planned.nbytes <= drafted.nbytes <= planned.nbytes * 1.06
+    assert drafted.seconds == pytest.approx(planned.seconds(REQUEST.rates), rel=0.02)
+    again, before = (
+        sum(
+            call.phase == "recomputed" for call in make_plans(s, AdamW()).placed["step"].graph.calls
+        )
+        for s in (shape, once)
+    )
+    assert again == 2 * before and (before > 0) == (keep is not None)
+
+
+def test_between_one_pass_and_two_whole_ones_is_a_second_backward_pass():
+    """It is faster than two whole passes, and takes less than one."""
+    one, whole, twice = FORMS[0], FORMS[3], TWICE[0]
+    search = Search(REQUEST)
+    seconds = [search.rough(form).seconds for form in (one, twice, whole)]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[1] < seconds[2]
+    assert search.rough(twice).nbytes < search.rough(one).nbytes
+    found = search.best(one, search.rough(twice).nbytes)
+    assert found.shape.backward and found.nbytes <= search.rough(twice).nbytes
+
+
 def test_two_passes_take_at_least_what_one_takes_without_its_gradients():
     looking = Search(REQUEST)
-    for form in FORMS:
+    for form in (*FORMS, *TWICE):
         least = looking.least_of([form])
         assert looking._at_least(form) <= least.nbytes
 

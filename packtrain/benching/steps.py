@@ -29,10 +29,11 @@ class Trained(Side):
     """A program that trains a preset."""
 
     warm: int = WARM
+    memory: int | None = None  # to which ours keeps
 
     def peer(self, preset: str) -> Peer:
         if self.program == OURS:
-            given = kernels.threads(), preset, self.precision
+            given = kernels.threads(), preset, self.precision, self.memory
             return Peer("packtrain.benching.training", "peer", *given)
         how = self.program == COMPILED, self.precision == BF16
         return Peer(TORCH, "steps", kernels.threads(), preset, *how)
@@ -47,12 +48,17 @@ def compared() -> Iterator[tuple[str, str]]:
         yield "bf16" if multiplies("bf16") else F32, BF16
 
 
-def tables(presets: Sequence[str], rounds: int, counting: Counting) -> Iterator[Table]:
-    """A table for each preset; ours runs anew beside each precision, so that three programs at most are in memory."""
+def tables(
+    presets: Sequence[str], rounds: int, counting: Counting, memory: int | None = None
+) -> Iterator[Table]:
+    """A table for each preset; ours runs anew beside each precision, so that three programs at most are in memory.
+
+    memory  limit of the private memory of ours in bytes
+    """
     for preset in presets:
         rows, notes = list[list[Value]](), list[str]()
         for ours, precision in compared():
-            sides = [Trained(program=OURS, precision=ours)]
+            sides = [Trained(program=OURS, precision=ours, memory=memory)]
             sides += (
                 [Trained(program=p, precision=precision) for p in (EAGER, COMPILED)]
                 if has_torch()
@@ -63,7 +69,9 @@ def tables(presets: Sequence[str], rounds: int, counting: Counting) -> Iterator[
             rows += rows_of(sides, tokens_of(preset))
             notes += [] if len(sides) == 1 else [verdict(sides)]
         busy = max(float(row[-1] or 0) for row in rows)
-        yield Table("steps", title_of(preset), COLUMNS, rows, notes or [WITHOUT], busy)
+        title = title_of(preset)
+        title += f"; ours keeps to {memory / 2**20:,.0f} MiB" if memory is not None else ""
+        yield Table("steps", title, COLUMNS, rows, notes or [WITHOUT], busy)
 
 
 def title_of(preset: str) -> str:

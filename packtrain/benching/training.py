@@ -67,18 +67,22 @@ def batch_of(config: Config, rows: int, time: int) -> dict[str, np.ndarray]:
     }
 
 
-def of_preset(name: str, precision: str = "f32", device: str = "cpu") -> Training:
-    """A step of `packtrain train --preset`."""
+def of_preset(
+    name: str, precision: str = "f32", device: str = "cpu", memory: int | None = None
+) -> Training:
+    """A step of `packtrain train --preset`; this process keeps to `memory` bytes. Raises InputError."""
     config = replace(PRESETS[name], precision=precision)
     rows, time = ROWS[name], config.context_length
     update = AdamW(lr=LR)
     shape = StepShape(config, rows, time, max_norm=MAX_NORM, evaluate=False)
     on = TrainSettings(device=device).target
-    request = Request(update, rates_apart(False, _quiet, target=on), target=on)
-    shape = unlimited(shape, request)
+    speed = rates_apart(False, _quiet, target=on)
+    request = Request(update, speed, private_nbytes(), target=on)
+    shape = unlimited(shape, request) if memory is None else within(memory, shape, request)
     engine = Engine(make_plans(shape, update, target=on), update)
     transformer.initialise(config, 0, engine.session.fill)
-    return Training(f"{name}, {rows} × {time} tokens", engine, [batch_of(config, rows, time)])
+    batches = parts(batch_of(config, rows, time), shape.rows)
+    return Training(f"{name}, {rows} × {time} tokens", engine, batches)
 
 
 def of_base(
@@ -124,8 +128,10 @@ def parts(batch: Batch, rows: int) -> list[Batch]:
     return [{name: array[at : at + rows] for name, array in batch.items()} for at in starts]
 
 
-def peer(threads: int, preset: str, precision: str) -> Callable[[], Stepped]:
+def peer(
+    threads: int, preset: str, precision: str, memory: int | None = None
+) -> Callable[[], Stepped]:
     """Our side of a comparison, in a process of its own."""
     kernels.set_threads(threads)
     kernels.load_all((*kernels.LEARNING, "update"))
-    return stepping(of_preset(preset, precision).step)
+    return stepping(of_preset(preset, precision, memory=memory).step)

@@ -16,7 +16,7 @@ from packtrain.benching.timing import Quiet
 from packtrain.commands import DONE, FAILED, say
 from packtrain.events import Counted
 from packtrain.files import check_writable, existing, write_text
-from packtrain.memory import settle
+from packtrain.memory import parse_size, settle
 from packtrain.models.config import PRESETS
 from packtrain.models.file import open_model
 from packtrain.settings import option, positional
@@ -44,6 +44,9 @@ class Bench:
     )
     preset: tuple[str, ...] = option(
         ("15m", "110m"), "model whose steps are measured; may be repeated", choices=tuple(PRESETS)
+    )
+    memory: str | None = option(
+        None, "limit of the private memory of our side of whole steps, such as 2GiB", metavar="SIZE"
     )
     rounds: int = option(7, "rounds of each measurement, whose median counts", least=1)
     short: bool = option(False, "measure a few things, in less than a minute")
@@ -100,6 +103,8 @@ def checked(settings: Bench) -> Path | None:
     for file, name in ((settings.base, "BASE"), (settings.llama_bench, "--llama-bench")):
         if file:
             existing(file, name)
+    if settings.memory is not None:
+        parse_size(settings.memory, "--memory")
     if settings.base:
         open_model(settings.base)
     return llama.program(settings.llama_bench) if "llama" in settings.parts else None
@@ -131,7 +136,8 @@ def measured(settings: Bench, bench: Path | None) -> Iterator[Table]:
     if "products" in parts:
         yield from products.tables(settings.short, rounds, counting)
     if "steps" in parts:
-        yield from steps.tables(settings.presets, rounds, counting)
+        limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
+        yield from steps.tables(settings.presets, rounds, counting, limit)
     if "llama" in parts:
         yield from llama.tables(settings.base, bench, rounds, counting)
 

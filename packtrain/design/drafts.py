@@ -14,7 +14,6 @@ from packtrain.design.estimate import (
     by_chunk,
     chain,
     estimated,
-    passes,
 )
 from packtrain.design.forms import CHUNKS
 from packtrain.design.plans import (
@@ -133,6 +132,8 @@ class Drafts:
         shape = replace(shape, keep=None)
         if shape not in self._chains:
             first = replace(shape, chunk=CHUNK)
+            if first == shape:  # blocks and head of the same in two graphs, which solvers know
+                first = replace(first, backward=False)
             like = None if first == shape else self.chain(first)
             calls = int(self.sizes(shape).inside)
             self._chains[shape] = chain(shape, self.request, self.space, like, calls, self._build)
@@ -173,7 +174,7 @@ class Drafts:
         sizes, found = self.sizes(shape), self.chain(shape).plan(shape.keep)
         seconds = sizes.seconds + repeats(shape) * found.seconds
         arena = max(found.arena, int(sizes.beside))
-        again = passes(shape) * found.calls
+        again = shape.graphs * found.calls
         return Draft(shape, self._nbytes(shape, sizes, again) + self._given(sizes, arena), seconds)
 
     def _given(self, sizes: StepEstimate, arena: int) -> int:
@@ -191,13 +192,15 @@ class Drafts:
 
 def repeats(shape: StepShape) -> int:
     """How often a step recomputes what its blocks do not keep."""
-    return runs(shape)[MICRO] if blocks_in(shape) == MICRO else passes(shape)
+    return runs(shape)[MICRO] if blocks_in(shape) == MICRO else 1 + shape.two_passes
 
 
 def _what_matters(name: str, shape: StepShape) -> StepShape:
     """The shape without what does not affect a graph that keeps everything, as a cache key."""
     if name == UPDATE:
-        same = replace(shape, keep=None, evaluate=False, chunk=CHUNK, two_passes=False)
+        same = replace(
+            shape, keep=None, evaluate=False, chunk=CHUNK, two_passes=False, backward=False
+        )
         return replace(same, rows=1, time=1, micros=2, layered=False, evaluations=1, ranks=1)
     if name == EVALUATE:
         return StepShape(shape.config, shape.rows, shape.time, base=shape.base)

@@ -96,11 +96,6 @@ def _with_chunk(step: Step, chunk: int) -> Step:
     return replace(step, call=replace(step.call, attrs=step.call.attrs | {"chunk": chunk}))
 
 
-def passes(shape: StepShape) -> int:
-    """Graphs with the blocks and their gradients."""
-    return 2 if shape.two_passes else 1
-
-
 def chain(
     shape: StepShape,
     request: Request,
@@ -121,9 +116,9 @@ def chain(
         one = shape if count == whole else with_blocks(shape, count)
         return make(name, replace(one, keep=choice), request.optimizer)
 
-    waiting = name == STEP and shape.max_norm is not None
+    waiting = name == STEP and shape.max_norm is not None and not shape.two_passes
     reserved = _gradients(shape) if waiting else (0, 0)
-    per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape) if space == HOST else 0
+    per_call = (CALL_NBYTES + BOUND_NBYTES) * shape.graphs if space == HOST else 0
     if calls is None:
         calls = len(graph(whole, None).graph.calls)
 
@@ -132,7 +127,8 @@ def chain(
 
     same = None if like is None else Like(like, chunked)
     offload = NEVER if space == HOST else request.offload
-    given = reserved, per_call, calls, same, TOGETHER, request.target, space, offload
+    times = 2 if shape.two_passes and shape.graphs == 1 else 1
+    given = reserved, per_call, calls, same, TOGETHER, request.target, space, offload, times
     return Chain(graph, whole, request.rates, *given)
 
 

@@ -20,9 +20,12 @@ def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
             few = 1 < micros <= min(PARTS, BLOCKS // blocks)
             if layered and not (few and one_pass):
                 continue
-            one = replace(shape, rows=rows, micros=micros, layered=layered, two_passes=False)
+            one = replace(
+                shape, rows=rows, micros=micros, layered=layered, two_passes=False, backward=False
+            )
             yield one
             if clips and (layered or micros == 1):
+                yield replace(one, two_passes=True, backward=True)
                 yield replace(one, two_passes=True)
 
 
@@ -35,4 +38,4 @@ def extremes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
     """Candidates for the least memory: all rows at once, or as few as possible."""
     found = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
     ends = found[0].rows, found[-1].rows
-    return [one for one in found if one.rows in ends]
+    return [one for one in found if one.rows in ends and not one.backward]

@@ -260,7 +260,7 @@ def runs(shape: StepShape) -> dict[str, int]:
 def _of_a_step(shape: StepShape) -> tuple[str, ...]:
     if shape.apart or (shape.micros > 1 and not shape.layered):
         return MICRO, UPDATE
-    return (MEASURE, APPLY) if shape.two_passes else (STEP,)
+    return (MEASURE, APPLY) if shape.graphs > 1 else (STEP,)
 
 
 def blocks_in(shape: StepShape) -> str:
@@ -276,9 +276,9 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
         return Built(updating(trained, optimizer, *kind, **shape.clipping), [], {})
     parts = shape.micros if shape.layered and name != EVALUATE else 1
     config = shape.config.still if name == EVALUATE else shape.config
-    chosen, how = shape.preference, {"chunk": shape.chunk, "parts": parts}
+    chosen, head = shape.preference, {"chunk": shape.chunk, "parts": parts}
     even = name != EVALUATE and chosen is not None
-    loss = transformer.loss(config, weights, shape.rows * parts, shape.time, even=even, **how)
+    loss = transformer.loss(config, weights, shape.rows * parts, shape.time, even=even, **head)
     outputs = {"loss": loss.loss}
     if name == EVALUATE:
         return Built(Graph(outputs | {"losses": loss.losses, "right": loss.right}), loss.blocks, {})
@@ -297,7 +297,8 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     elif name == APPLY:
         graph = applying(outputs, trained, optimizer, keep=keep, inner=inner, **shape.clipping)
     else:
-        graph = training(outputs, trained, optimizer, keep=keep, inner=inner, **shape.clipping)
+        how = shape.clipping | {"twice": shape.two_passes}
+        graph = training(outputs, trained, optimizer, keep=keep, inner=inner, **how)
     graph.away = frozenset(t for t, rank in (keep or {}).items() if rank == AWAY)
     return Built(graph, stream, inner)
 

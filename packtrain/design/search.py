@@ -116,9 +116,9 @@ class Search(Drafts):
             return math.inf
         if not form.two_passes:
             return 0.0
-        one = replace(form, two_passes=False)
+        one = replace(form, two_passes=False, backward=False)
         forward = reached(form) * self.chain(one).block.forward_seconds
-        return self.sizes(one).seconds + 2 * forward
+        return self.sizes(one).seconds + form.graphs * forward
 
     def _takes(self, form: StepShape, limit: int) -> float:
         """The least seconds of a step of the form within the limit; infinite if nothing fits."""
@@ -270,7 +270,7 @@ class Search(Drafts):
 
     def _at_least(self, shape: StepShape) -> int:
         """Bytes that the shape takes with any recomputation; two passes are estimated from one."""
-        one = replace(shape, two_passes=False)
+        one = replace(shape, two_passes=False, backward=False)
         sizes, arena = self.sizes(one), 0
         if self.inside(one):
             arena = self.chain(one).floor(waiting=not shape.two_passes)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from packtrain.dtypes import Dtype, f32
 from packtrain.models.config import Config
@@ -51,6 +52,7 @@ class StepShape:
     chunk       tokens of the loss head at a time
     keep        activations kept for the backward pass; None: everything
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients are stored
+    backward    of these, only the backward pass runs twice; what the forward pass keeps waits for both
     layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
     evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
     ranks       processes that do the same on other rows and add their gradients before the update
@@ -71,6 +73,7 @@ class StepShape:
     chunk: int = CHUNK
     keep: Choice | None = None
     two_passes: bool = False
+    backward: bool = False
     layered: bool = False
     evaluations: int = 1
     ranks: int = 1
@@ -83,8 +86,13 @@ class StepShape:
     distill: Distill | None = None
 
     @property
-    def clipping(self) -> dict[str, float | None]:
+    def clipping(self) -> dict[str, Any]:
         return {"max_norm": self.max_norm, "max_value": self.max_value}
+
+    @property
+    def graphs(self) -> int:
+        """Graphs of a step with the blocks and their gradients."""
+        return 2 if self.two_passes and not self.backward else 1
 
     @property
     def apart(self) -> bool:

@@ -146,7 +146,8 @@ def choices(plans: Plans) -> list[str]:
     found += (
         [f"{size_text(away)} of activations wait in the memory of this process"] if away else []
     )
-    found += ["a first pass measures the gradient norm"] if shape.two_passes else []
+    passes = "backward pass" if shape.backward else "pass"
+    found += [f"a first {passes} measures the gradient norm"] if shape.two_passes else []
     found += ["micro-batches go through each block in turn"] if shape.layered else []
     found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
     return found
@@ -156,7 +157,7 @@ def put_away_nbytes(plans: Plans) -> int:
     """Bytes of activations that wait in the process's memory for the backward pass."""
     copies = (s for name in runs(plans.shape) for s in plans.placed[name].put_away)
     found = [s.results[0].spec.nbytes for s in copies if s.backend.space == HOST]
-    return sum(found) // (2 if plans.shape.two_passes else 1)
+    return sum(found) // plans.shape.graphs
 
 
 def crossings(plans: Plans) -> list[str]:

@@ -26,7 +26,7 @@ def _one_shape(a: Tensor, b: Tensor) -> Spec:
     return Spec(shape)
 
 
-def _real(x: Tensor) -> Spec:
+def f32_only(x: Tensor) -> Spec:
     want(x.dtype == f32, f"x is {x.spec}; it must be f32")
     return x.spec
 
@@ -162,7 +162,7 @@ for _binary in (add, sub, mul, div):
 @op(inplace=(0,))
 def scale(x: Tensor, *, by: float, bias: float = 0.0) -> Spec:
     """y = by * x + bias. ggml_scale, ggml_scale_bias."""
-    return _real(x)
+    return f32_only(x)
 
 
 @scale.vjp
@@ -195,106 +195,73 @@ def scale_samples():
 @op(inplace=(0,))
 def neg(x: Tensor) -> Spec:
     """y = -x. ggml_neg."""
-    return _real(x)
-
-
-@neg.vjp
-def neg_vjp(dy, y, x):
-    return (neg(dy),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def sqr(x: Tensor) -> Spec:
     """y = x**2. ggml_sqr."""
-    return _real(x)
-
-
-@sqr.vjp
-def sqr_vjp(dy, y, x):
-    return (scale(mul(dy, x), by=2.0),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def sqrt(x: Tensor) -> Spec:
     """y = sqrt(x). ggml_sqrt."""
-    return _real(x)
-
-
-@sqrt.vjp
-def sqrt_vjp(dy, y, x):
-    return (scale(div(dy, y), by=0.5),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def log(x: Tensor) -> Spec:
     """y = ln(x). ggml_log."""
-    return _real(x)
-
-
-@log.vjp
-def log_vjp(dy, y, x):
-    return (div(dy, x),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def exp(x: Tensor) -> Spec:
     """y = e**x. ggml_exp."""
-    return _real(x)
-
-
-@exp.vjp
-def exp_vjp(dy, y, x):
-    return (mul(dy, y),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def step(x: Tensor) -> Spec:
     """y = 1 where x > 0, else 0. Its gradient is 0. ggml_step."""
-    return _real(x)
-
-
-@step.vjp
-def step_vjp(dy, y, x):
-    return (scale(dy, by=0.0),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def relu(x: Tensor) -> Spec:
     """y = max(x, 0). ggml_relu."""
-    return _real(x)
-
-
-@relu.vjp
-def relu_vjp(dy, y, x):
-    return (mul(dy, step(y)),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def sigmoid(x: Tensor) -> Spec:
     """y = 1 / (1 + e**-x). ggml_sigmoid."""
-    return _real(x)
-
-
-@sigmoid.vjp
-def sigmoid_vjp(dy, y, x):
-    return (mul(dy, mul(y, scale(y, by=-1.0, bias=1.0))),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def tanh(x: Tensor) -> Spec:
     """y = tanh(x). ggml_tanh."""
-    return _real(x)
-
-
-@tanh.vjp
-def tanh_vjp(dy, y, x):
-    return (mul(dy, scale(sqr(y), by=-1.0, bias=1.0)),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def silu(x: Tensor) -> Spec:
     """y = x * sigmoid(x). ggml_silu."""
-    return _real(x)
+    return f32_only(x)
+
+
+# their gradients
+neg.vjp(lambda dy, y, x: (neg(dy),))
+sqr.vjp(lambda dy, y, x: (scale(mul(dy, x), by=2.0),))
+sqrt.vjp(lambda dy, y, x: (scale(div(dy, y), by=0.5),))
+log.vjp(lambda dy, y, x: (div(dy, x),))
+exp.vjp(lambda dy, y, x: (mul(dy, y),))
+step.vjp(lambda dy, y, x: (scale(dy, by=0.0),))
+relu.vjp(lambda dy, y, x: (mul(dy, step(y)),))
+sigmoid.vjp(lambda dy, y, x: (mul(dy, mul(y, scale(y, by=-1.0, bias=1.0))),))
+tanh.vjp(lambda dy, y, x: (mul(dy, scale(sqr(y), by=-1.0, bias=1.0)),))
 
 
 @silu.vjp
@@ -302,14 +269,14 @@ def silu_vjp(dy, y, x):
     return (silu_back(dy, x),)
 
 
-def _unary_cpu(name):
+def unary_cpu(name):
     def run(y, x):
         kernels.elementwise.unary(kernels.elementwise.UNARY[name], flat(y), flat(x))
 
     return run
 
 
-def _unary_numpy(function):
+def unary_numpy(function):
     def run(y, x):
         y[...] = function(x)
 
@@ -331,8 +298,8 @@ for _unary, _function in (
     (step, lambda x: (x > 0).astype(x.dtype)), (relu, lambda x: np.maximum(x, 0)),
     (sigmoid, lambda x: 1 / (1 + np.exp(-x))), (silu, lambda x: x / (1 + np.exp(-x))),
 ):  # fmt: skip
-    _unary.kernel("numpy")(_unary_numpy(_function))
-    _unary.kernel("cpu")(_unary_cpu(_unary.name))
+    _unary.kernel("numpy")(unary_numpy(_function))
+    _unary.kernel("cpu")(unary_cpu(_unary.name))
     _unary.samples(_unary_samples(_unary))
 
 

@@ -5,10 +5,22 @@ import math
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import elementwise
-from packtrain.ops.elementwise import exp, mul, neg, relu, scale, sigmoid, sqr, step, sub
+from packtrain.ops.elementwise import (
+    exp,
+    f32_only,
+    mul,
+    neg,
+    relu,
+    scale,
+    sigmoid,
+    sqr,
+    step,
+    sub,
+    unary_cpu,
+    unary_numpy,
+)
 from packtrain.ops.torch import copied, filled, filled_by_aten, torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -17,92 +29,52 @@ QUICK = 1.702  # gelu_quick(x) = x sigmoid(QUICK x)
 GELU_CUBE, GELU_FACTOR = (0.044715, (8 / math.pi) ** 0.5)
 
 
-def _real(x: Tensor) -> Spec:
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    return x.spec
-
-
 @op(inplace=(0,))
 def abs(x: Tensor) -> Spec:
     """y = |x|. Its gradient is 0 at 0. ggml_abs."""
-    return _real(x)
-
-
-@abs.vjp
-def abs_vjp(dy, y, x):
-    return (mul(dy, sgn(x)),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def sgn(x: Tensor) -> Spec:
     """y = -1, 0 or 1, the sign of x. Its gradient is 0. ggml_sgn."""
-    return _real(x)
-
-
-@sgn.vjp
-def sgn_vjp(dy, y, x):
-    return (scale(dy, by=0.0),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def sin(x: Tensor) -> Spec:
     """y = sin(x), x in radians. ggml_sin."""
-    return _real(x)
-
-
-@sin.vjp
-def sin_vjp(dy, y, x):
-    return (mul(dy, cos(x)),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def cos(x: Tensor) -> Spec:
     """y = cos(x), x in radians. ggml_cos."""
-    return _real(x)
-
-
-@cos.vjp
-def cos_vjp(dy, y, x):
-    return (neg(mul(dy, sin(x))),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def elu(x: Tensor) -> Spec:
     """y = x where x > 0, else e**x - 1. ggml_elu; Clevert et al. 2015, arXiv 1511.07289."""
-    return _real(x)
-
-
-@elu.vjp
-def elu_vjp(dy, y, x):
-    return (mul(dy, scale(sub(y, relu(y)), by=1.0, bias=1.0)),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def softplus(x: Tensor) -> Spec:
     """y = ln(1 + e**x). ggml_softplus."""
-    return _real(x)
-
-
-@softplus.vjp
-def softplus_vjp(dy, y, x):
-    return (mul(dy, sigmoid(x)),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def erf(x: Tensor) -> Spec:
     """y = the error function of x."""
-    return _real(x)
-
-
-@erf.vjp
-def erf_vjp(dy, y, x):
-    return (mul(dy, scale(exp(neg(sqr(x))), by=2 / math.sqrt(math.pi))),)
+    return f32_only(x)
 
 
 @op(inplace=(0,))
 def gelu(x: Tensor) -> Spec:
     """y = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. ggml_gelu; Hendrycks 2016, arXiv 1606.08415."""
-    return _real(x)
+    return f32_only(x)
 
 
 @gelu.vjp
@@ -116,7 +88,7 @@ def gelu_vjp(dy, y, x):
 @op(inplace=(0,))
 def gelu_quick(x: Tensor) -> Spec:
     """y = x * sigmoid(1.702 * x). ggml_gelu_quick."""
-    return _real(x)
+    return f32_only(x)
 
 
 @gelu_quick.vjp
@@ -129,20 +101,6 @@ def gelu_quick_vjp(dy, y, x):
 def gelu_erf(x: Tensor) -> Tensor:
     """y = x * (1 + erf(x / sqrt(2))) / 2, exact. ggml_gelu_erf."""
     return mul(x, scale(erf(scale(x, by=math.sqrt(0.5))), by=0.5, bias=0.5))
-
-
-def _unary_cpu(name):
-    def run(y, x):
-        kernels.elementwise.unary(kernels.elementwise.UNARY[name], flat(y), flat(x))
-
-    return run
-
-
-def _unary_numpy(function):
-    def run(y, x):
-        y[...] = function(x)
-
-    return run
 
 
 def _unary_samples(unary):
@@ -163,8 +121,8 @@ for _unary, _function in (
     (elu, lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0)))), (softplus, lambda x: np.logaddexp(0, x)),
     (gelu_quick, lambda x: x / (1 + np.exp(-QUICK * x))), (erf, np.vectorize(math.erf, otypes=[float])),
 ):  # fmt: skip
-    _unary.kernel("numpy")(_unary_numpy(_function))
-    _unary.kernel("cpu")(_unary_cpu(_unary.name))
+    _unary.kernel("numpy")(unary_numpy(_function))
+    _unary.kernel("cpu")(unary_cpu(_unary.name))
     _unary.samples(_unary_samples(_unary))
     if _unary not in (abs, sgn):
         _unary.cost(elementwise())
@@ -178,6 +136,16 @@ for _unary, _run in (
     _unary.kernel("torch", strided=True)(_run)
 
 
+# their gradients
+abs.vjp(lambda dy, y, x: (mul(dy, sgn(x)),))
+sgn.vjp(lambda dy, y, x: (scale(dy, by=0.0),))
+sin.vjp(lambda dy, y, x: (mul(dy, cos(x)),))
+cos.vjp(lambda dy, y, x: (neg(mul(dy, sin(x))),))
+elu.vjp(lambda dy, y, x: (mul(dy, scale(sub(y, relu(y)), by=1.0, bias=1.0)),))
+softplus.vjp(lambda dy, y, x: (mul(dy, sigmoid(x)),))
+erf.vjp(lambda dy, y, x: (mul(dy, scale(exp(neg(sqr(x))), by=2 / math.sqrt(math.pi))),))
+
+
 # ---- with bounds ---------------------------------------------------------------------------------------------
 
 
@@ -185,7 +153,7 @@ for _unary, _run in (
 def clamp(x: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Spec:
     """y = x, but at least `low` and at most `high`; beyond them the gradient is 0. ggml_clamp."""
     want(low <= high, f"low is {low} and high is {high}; low must not be above high")
-    return _real(x)
+    return f32_only(x)
 
 
 @clamp.vjp
@@ -229,7 +197,7 @@ def _off_bounds(n):
 def leaky_relu(x: Tensor, *, slope: float) -> Spec:
     """y = x where x > 0, else slope * x. ggml_leaky_relu."""
     want(0 <= slope <= 1, f"slope is {slope}; it must be from 0 to 1")
-    return _real(x)
+    return f32_only(x)
 
 
 @leaky_relu.vjp

@@ -30,6 +30,7 @@ def training(
     max_norm: float | None = None,
     max_value: float | None = None,
     inner: Inner = None,
+    twice: bool = False,
 ) -> Graph:
     """The graph of one step: forward, backward and update of outputs["loss"]; it also outputs `squares`.
 
@@ -40,11 +41,15 @@ def training(
              is not finite changes nothing; without max_norm only from the first such gradient on.
     max_value a number then clips each value of a gradient to it
     inner    filled with gradients of forward values, see differentiate
+    twice    with max_norm: compute all gradients twice, first only for the norm, so that no two need memory at once
     """
     loss, update = outputs["loss"], _Update(optimizer, outputs["loss"], max_norm, max_value)
     _check(trained)
     if max_norm is None:
         differentiate(loss, list(trained), keep, update.measure_and_apply, inner)
+    elif twice:
+        differentiate(loss, list(trained), keep, update.measure)
+        differentiate(loss, list(trained), keep, update.apply, inner)
     else:
         for w, g in differentiate(loss, list(trained), keep, update.measure, inner).items():
             update.apply(w, g)

@@ -36,7 +36,7 @@ class Found:
     """A choice that was built: bytes of its arena, bytes including its calls, what it adds.
 
     arena    lower bound of its arena, which the planner nearly always reaches
-    seconds  of recomputation, and its number of calls
+    seconds  of recomputation, each time, and its number of calls, all times
     """
 
     choice: Choice | None
@@ -57,6 +57,7 @@ class Chain:
     target       where it runs
     space        whose bytes count; by default the arena's
     offload      whether blocks may keep what they keep in the process's memory
+    times        how often the graph recomputes the same
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Chain:
         target: Target = CPU,
         space: str | None = None,
         offload: int = NEVER,
+        times: int = 1,
     ) -> None:
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
+        self.times = times
         self.space = space or target.space
         self.build, self.count, self.like = build, count, like
         together = max(min(count - 2, together), FEW)
@@ -118,7 +121,7 @@ class Chain:
             arena, _ = lower_bound(*columns(storages(placed, self.space), ALIGNMENT))
             again = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
-            seconds = sum(map(self.block.seconds, again))
+            seconds = sum(map(self.block.seconds, again)) / self.times
             seconds += sum(cost.call_seconds(s, self.block.rates) for s in placed.put_away)
             self.found[choice] = Found(choice, arena, nbytes, seconds, len(again))
         return self.found[choice]

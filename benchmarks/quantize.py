@@ -11,6 +11,7 @@ squares, of all matrices together. Speed counts the f32 that goes in.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -74,8 +75,10 @@ def theirs(given: GGUF, program: str, mix: str, made: Path) -> float:
 
 
 def seconds(command: list[str]) -> float:
+    # Python keeps compiled modules unless it is told not to, which would count their compiling in each command
+    usual = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"}
     began = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env=usual)
     return time.perf_counter() - began
 
 

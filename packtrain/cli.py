@@ -71,15 +71,17 @@ def _ran(arguments: Sequence[str] | None) -> int:
     if given is None:
         return INPUT
     # not at the top: a version is there at once
-    runtime, ranks = import_module("packtrain.kernels.runtime"), import_module("packtrain.ranks")
+    runtime = import_module("packtrain.kernels.runtime")
     module, settings = _module(given.command), _settings(given.command)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         debug_flags(), runtime.chosen_cpu()  # report what is misspelt before any work
         asked = from_flags(settings, _resumed(given, settings))
-        if given.command in RANKS and getattr(asked, "nproc", 1) > 1 and not ranks.several():
-            started = sys.argv[1:] if arguments is None else arguments
-            return int(ranks.launch(started, asked.nproc))
+        if given.command in RANKS and getattr(asked, "nproc", 1) > 1:
+            ranks = import_module("packtrain.ranks")
+            if not ranks.several():
+                started = sys.argv[1:] if arguments is None else arguments
+                return int(ranks.launch(started, asked.nproc))
         code: int = module.run(asked)
         sys.stdout.flush()
         return code

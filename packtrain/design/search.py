@@ -95,7 +95,9 @@ class Search(Drafts):
         best = self._whole(shape, limit)
         if best is not None and best.shape == shape:
             return best
-        forms = list(candidates(shape, fixed))
+        # what waits elsewhere comes back for the first backward pass, and stays here for a second one
+        kept = self.request.offload != ALWAYS
+        forms = [form for form in candidates(shape, fixed) if kept or not form.backward]
         waiting = [(0.0, at, 0) for at in range(len(forms))]
         bounds = self._could, self._takes, self._takes_by_ways
         while waiting:

@@ -281,7 +281,7 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
     assert made.waited == 0.1
     monkeypatch.setattr(steps, "has_torch", lambda: False)
     (alone,) = steps.tables(["15m"], 3, counting, 1640 << 20)
-    assert alone.title.endswith("included; ours keeps to 1,640 MiB")
+    assert alone.title.endswith("included; ours planned for 1,640 MiB")
     assert alone.column("ms") == [2000] and [*alone.notes] == [products.WITHOUT]
 
 

@@ -70,7 +70,7 @@ def tables(
             notes += [] if len(sides) == 1 else [verdict(sides)]
         busy = max(float(row[-1] or 0) for row in rows)
         title = title_of(preset)
-        title += f"; ours keeps to {memory / 2**20:,.0f} MiB" if memory is not None else ""
+        title += f"; ours planned for {memory / 2**20:,.0f} MiB" if memory is not None else ""
         yield Table("steps", title, COLUMNS, rows, notes or [WITHOUT], busy)
 
 

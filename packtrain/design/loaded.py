@@ -21,6 +21,7 @@ from packtrain.optim import Optimizer
 
 GUESSED_NBYTES = 10 << 20  # if there is no memory for the child; 6 to 7 MiB were measured
 UNSURE_NBYTES = 4 << 20  # by how much the guess may be too high
+MEASURED = 2  # times
 CHILD_NBYTES = 44 << 20  # 34 to 36 MiB were measured
 
 
@@ -84,7 +85,10 @@ def loaded(names: tuple[str, ...], free: float) -> Loaded:
     except (OSError, ValueError, TypeError):  # missing or incomplete
         if 0 <= free < CHILD_NBYTES:
             return Loaded(GUESSED_NBYTES, UNSURE_NBYTES, names)
-        found = ask(lambda: None, _load_in_child, kernels.threads(), names)
+        # pages that the system takes from a child make what it says too little, and that is kept
+        found = max(
+            ask(lambda: None, _load_in_child, kernels.threads(), names) for _ in range(MEASURED)
+        )
         if refusal(path.parent) is None:
             write_text(path, json.dumps(found))
         return Loaded(found, 0, names)

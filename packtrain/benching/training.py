@@ -70,7 +70,7 @@ def batch_of(config: Config, rows: int, time: int) -> dict[str, np.ndarray]:
 def of_preset(
     name: str, precision: str = "f32", device: str = "cpu", memory: int | None = None
 ) -> Training:
-    """A step of `packtrain train --preset`; this process keeps to `memory` bytes. Raises InputError."""
+    """A step of `packtrain train --preset`, planned for `memory` bytes of this process. Raises InputError."""
     config = replace(PRESETS[name], precision=precision)
     rows, time = ROWS[name], config.context_length
     update = AdamW(lr=LR)

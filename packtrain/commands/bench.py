@@ -46,7 +46,9 @@ class Bench:
         ("15m", "110m"), "model whose steps are measured; may be repeated", choices=tuple(PRESETS)
     )
     memory: str | None = option(
-        None, "limit of the private memory of our side of whole steps, such as 2GiB", metavar="SIZE"
+        None,
+        "private memory that our side of whole steps is planned for, such as 2GiB",
+        metavar="SIZE",
     )
     rounds: int = option(7, "rounds of each measurement, whose median counts", least=1)
     short: bool = option(False, "measure a few things, in less than a minute")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
+from packtrain.backends import HOST
 from packtrain.design.depth import even, reached
 from packtrain.design.drafts import Draft, Drafts, repeats
 from packtrain.design.forms import CHUNKS, candidates, extremes
@@ -19,6 +20,7 @@ from packtrain.design.shape import StepShape
 from packtrain.optim import Optimizer, leaner
 from packtrain.recompute import (
     ALWAYS,
+    NEVER,
     spaced,
     spacing,
     uniform,
@@ -96,7 +98,7 @@ class Search(Drafts):
         if best is not None and best.shape == shape:
             return best
         # what waits elsewhere comes back for the first backward pass, and stays here for a second one
-        kept = self.request.offload != ALWAYS
+        kept = self.request.target.space == HOST or self.request.offload == NEVER
         forms = [form for form in candidates(shape, fixed) if kept or not form.backward]
         waiting = [(0.0, at, 0) for at in range(len(forms))]
         bounds = self._could, self._takes, self._takes_by_ways

@@ -63,6 +63,11 @@ class Bench:
         return self.part or (QUICK if self.short else PARTS)
 
     @property
+    def limit(self) -> int | None:
+        """--memory in bytes. Raises InputError."""
+        return None if self.memory is None else parse_size(self.memory, "--memory")
+
+    @property
     def presets(self) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(self.preset))
         return names[:1] if self.short else names
@@ -105,8 +110,7 @@ def checked(settings: Bench) -> Path | None:
     for file, name in ((settings.base, "BASE"), (settings.llama_bench, "--llama-bench")):
         if file:
             existing(file, name)
-    if settings.memory is not None:
-        parse_size(settings.memory, "--memory")
+    _ = settings.limit  # what is no size is said before any work
     if settings.base:
         open_model(settings.base)
     return llama.program(settings.llama_bench) if "llama" in settings.parts else None
@@ -138,8 +142,7 @@ def measured(settings: Bench, bench: Path | None) -> Iterator[Table]:
     if "products" in parts:
         yield from products.tables(settings.short, rounds, counting)
     if "steps" in parts:
-        limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
-        yield from steps.tables(settings.presets, rounds, counting, limit)
+        yield from steps.tables(settings.presets, rounds, counting, settings.limit)
     if "llama" in parts:
         yield from llama.tables(settings.base, bench, rounds, counting)
 

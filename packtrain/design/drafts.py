@@ -198,9 +198,7 @@ def repeats(shape: StepShape) -> int:
 def _what_matters(name: str, shape: StepShape) -> StepShape:
     """The shape without what does not affect a graph that keeps everything, as a cache key."""
     if name == UPDATE:
-        same = replace(
-            shape, keep=None, evaluate=False, chunk=CHUNK, two_passes=False, backward=False
-        )
+        same = replace(shape.once, keep=None, evaluate=False, chunk=CHUNK)
         return replace(same, rows=1, time=1, micros=2, layered=False, evaluations=1, ranks=1)
     if name == EVALUATE:
         return StepShape(shape.config, shape.rows, shape.time, base=shape.base)

@@ -127,7 +127,7 @@ def chain(
 
     same = None if like is None else Like(like, chunked)
     offload = NEVER if space == HOST else request.offload
-    times = 2 if shape.two_passes and shape.graphs == 1 else 1
+    times = 2 if shape.backward else 1
     given = reserved, per_call, calls, same, TOGETHER, request.target, space, offload, times
     return Chain(graph, whole, request.rates, *given)
 

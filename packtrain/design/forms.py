@@ -20,9 +20,7 @@ def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
             few = 1 < micros <= min(PARTS, BLOCKS // blocks)
             if layered and not (few and one_pass):
                 continue
-            one = replace(
-                shape, rows=rows, micros=micros, layered=layered, two_passes=False, backward=False
-            )
+            one = replace(shape.once, rows=rows, micros=micros, layered=layered)
             yield one
             if clips and (layered or micros == 1):
                 yield replace(one, two_passes=True, backward=True)

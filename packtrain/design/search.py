@@ -120,7 +120,7 @@ class Search(Drafts):
             return math.inf
         if not form.two_passes:
             return 0.0
-        one = replace(form, two_passes=False, backward=False)
+        one = form.once
         forward = reached(form) * self.chain(one).block.forward_seconds
         return self.sizes(one).seconds + form.graphs * forward
 
@@ -274,7 +274,7 @@ class Search(Drafts):
 
     def _at_least(self, shape: StepShape) -> int:
         """Bytes that the shape takes with any recomputation; two passes are estimated from one."""
-        one = replace(shape, two_passes=False, backward=False)
+        one = shape.once
         sizes, arena = self.sizes(one), 0
         if self.inside(one):
             arena = self.chain(one).floor(waiting=not shape.two_passes)

@@ -1,6 +1,6 @@
 """What a step computes, on which model: the shape that plans are made for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -93,6 +93,11 @@ class StepShape:
     def graphs(self) -> int:
         """Graphs of a step with the blocks and their gradients."""
         return 2 if self.two_passes and not self.backward else 1
+
+    @property
+    def once(self) -> "StepShape":
+        """The same in one pass."""
+        return replace(self, two_passes=False, backward=False)
 
     @property
     def apart(self) -> bool:

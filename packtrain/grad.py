@@ -14,9 +14,10 @@ from packtrain.graph import Graph
 from packtrain.ops.elementwise import add
 from packtrain.ops.stored import reads_again
 from packtrain.origin import written_for
-from packtrain.tensor import Call, GraphError, Tensor, Unmet, constant, named
+from packtrain.tensor import Call, GraphError, Tensor, Unmet, constant, named, want
 
 Sink = Callable[[Tensor, Tensor], None]
+Gradients = dict[Tensor, Tensor]
 Keep = Collection[Tensor] | Mapping[Tensor, int] | None
 
 
@@ -25,8 +26,8 @@ def differentiate(
     wrt: Sequence[Tensor],
     keep: Keep = None,
     then: Sink | None = None,
-    inner: dict[Tensor, Tensor] | None = None,
-) -> dict[Tensor, Tensor]:
+    inner: Gradients | None = None,
+) -> Gradients:
     """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
 
     keep  forward values the backward pass may read; others are recomputed from them, segment by segment
@@ -39,23 +40,57 @@ def differentiate(
           A rank below 0 is kept, too.
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update written here uses the gradient at once, so that not all are kept.
-
     inner filled with the gradient of every forward value that has one.
 
     Raises GraphError: the loss is no scalar, does not depend on a tensor, a tensor is neither f32 nor
     bf16, or an op has no gradient (all named).
     """
+    calls, active, seed = _checked(loss, wrt)
+    recompute = _Recompute(calls, keep)
+    return _Backward(calls, active, wrt, recompute, then, inner, seed).walk(calls)
+
+
+def differentiate_twice(
+    loss: Tensor, wrt: Sequence[Tensor], again: Collection[Tensor], after: Collection[Tensor], keep: Keep,
+    first: Sink, then: Sink, inner: Gradients | None = None,
+) -> None:  # fmt: skip
+    """Gradients as of `differentiate`, those for `again`, some of `wrt`, twice: from the gradients behind `after` on.
+
+    What reads `again` must come before `after`. `first` is called with each of `wrt` and its gradient in the first
+    pass; `then` as well: after that pass, with those that are in `again` in the second one.
+    """
+    calls, active, seed = _checked(loss, wrt)
+    border = max(t.call.serial for t in after if t.call is not None)
+    before = [call for call in calls if call.serial <= border]
+    one = _Backward(calls, active, wrt, _Recompute(calls, keep), first, inner, seed)
+    one.walk(calls[len(before) :])
+    active, arrived = _dependents(before, again), dict(one.partial)
+    for t, d in one.walk(before).items():
+        if t not in again:
+            then(t, d)
+    arrived = {t: d for t, d in arrived.items() if t in active}
+    recompute = _Recompute(calls, keep)
+    _Backward(before, active, list(again), recompute, then, None, arrived).walk(before)
+
+
+def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
+    """The calls that lead to the loss, what of them depends on `wrt`, and the gradient of the loss."""
     if loss.shape != () or loss.dtype != f32:
         raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
     calls = Graph([loss]).calls
-    packed = [t.label for t in wrt if t.dtype not in TRAINABLE]
+    packed = ", ".join(t.label for t in wrt if t.dtype not in TRAINABLE)
     if packed:
-        raise GraphError(
-            f"only f32 and bf16 tensors have gradients; {', '.join(packed)} cannot be trained"
-        )
+        raise GraphError(f"only f32 and bf16 tensors have gradients; {packed} cannot be trained")
     active = _dependents(calls, wrt)
-    _check(loss, calls, active, wrt)
-    return _Backward(calls, active, wrt, _Recompute(calls, keep), then, inner).run(loss)
+    read = {t for call in calls for t in call.reads} | {loss}
+    unread = [t.label for t in wrt if t not in read]
+    if unread:
+        raise GraphError(f"the loss does not depend on {', '.join(unread)}")
+    without = [c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.results)]
+    if without:
+        lines = [f"    {c.results[0]}" for c in without]
+        raise GraphError("\n".join([f"no gradient (vjp) for {len(without)} calls:", *lines]))
+    return calls, active, {loss: constant("one", np.ones(()))}
 
 
 def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
@@ -67,17 +102,6 @@ def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
     return active
 
 
-def _check(loss: Tensor, calls: Iterable[Call], active: set[Tensor], wrt: Sequence[Tensor]) -> None:
-    read = {t for call in calls for t in call.reads} | {loss}
-    unread = [t.label for t in wrt if t not in read]
-    if unread:
-        raise GraphError(f"the loss does not depend on {', '.join(unread)}")
-    without = [c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.results)]
-    if without:
-        lines = [f"    {c.results[0]}" for c in without]
-        raise GraphError("\n".join([f"no gradient (vjp) for {len(without)} calls:", *lines]))
-
-
 class _Recompute:
     """Provides forward values to the backward pass: kept ones as they are, others recomputed just before use."""
 
@@ -87,7 +111,7 @@ class _Recompute:
         self.deepest = max(self.ranks.values(), default=0) + 1
         kept = (t for t, rank in self.ranks.items() if rank <= 0)
         self.tail = max((t.call.serial for t in kept if t.call), default=-1)
-        self.copies: dict[Tensor, Tensor] = {}
+        self.copies: Gradients = {}
         self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
         self._kept: dict[Tensor, bool] = {}
 
@@ -136,7 +160,7 @@ class _Recompute:
         absent = [t for c in missing for t in c.results if not self._there(t)]
         level = min(map(self.rank, absent))
         targets = [t for t in absent if self.rank(t) == level]
-        passing: dict[Tensor, Tensor] = {}
+        passing: Gradients = {}
         for call in sorted(self._missing(targets), key=lambda c: c.serial):
             for old, new in zip(call.results, self._again(call, passing), strict=True):
                 if old.name:
@@ -166,13 +190,15 @@ class _Backward:
         wrt: Sequence[Tensor],
         recompute: _Recompute,
         then: Sink | None,
-        inner: dict[Tensor, Tensor] | None,
+        inner: Gradients | None,
+        partial: Gradients,
     ) -> None:
-        self.inner = inner
+        self.inner, self.partial = inner, partial
         self.calls, self.active, self.recompute, self.then = calls, active, recompute, then
         self.wrt = list(dict.fromkeys(wrt))
-        self.partial: dict[Tensor, Tensor] = {}
+        self.gradients: Gradients = {}
         self.first_use = self._first_uses()
+        self._complete(None)
 
     def _first_uses(self) -> dict[Call | None, list[Tensor]]:
         """For each call the tensors of `wrt` whose gradient is complete once that call's backward is written."""
@@ -186,15 +212,13 @@ class _Backward:
             done.setdefault(first.get(t), []).append(t)
         return done
 
-    def run(self, loss: Tensor) -> dict[Tensor, Tensor]:
-        gradients: dict[Tensor, Tensor] = {}
-        self.partial[loss] = constant("one", np.ones(()))
-        self._complete(None, gradients)
-        for call in reversed(self.calls):
+    def walk(self, calls: Sequence[Call]) -> Gradients:
+        """The backward pass of these calls; the gradients that are complete."""
+        for call in reversed(calls):
             if any(t in self.partial for t in call.results):
                 self._backward(call)
-            self._complete(call, gradients)
-        return {t: gradients[t] for t in self.wrt}
+            self._complete(call)
+        return {t: self.gradients[t] for t in self.wrt if t in self.gradients}
 
     def _backward(self, call: Call) -> None:
         dy = [self.partial.pop(t, None) for t in call.results]
@@ -207,30 +231,22 @@ class _Backward:
         values = self.recompute.values([*call.results, *call.inputs])
         y, inputs = values[:count], values[count:]
         rule: Any = call.op.vjp_rule
+        own = (dy, y) if call.several else (dy[0], y[0])
         with written_for(call.origin, "backward"):
             try:
-                returned = rule(
-                    *((dy, y) if call.several else (dy[0], y[0])), *inputs, **call.attrs
-                )
+                given = list(rule(*own, *inputs, **call.attrs))
+                for t, d in zip(call.inputs, given, strict=False):
+                    if t in self.active:
+                        want(d is not None, f"no gradient for its input {t.label}")
+                        want(d.shape == t.shape, f"its gradient for {t.label} {t.spec} is {d.spec}")
             except Unmet as unmet:
                 raise GraphError(f"{call.op.name}: {unmet}\n  at {call.where}") from None
-            given: list[Any] = list(returned)
             newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
             folded = self._fold(call, given, newest)
             for i, t in enumerate(call.inputs):
-                d = given[i]
-                if t is None or t not in self.active:
-                    continue
-                if d is None:
-                    raise GraphError(
-                        f"{call.op.name}: no gradient for its input {t.label}\n  at {call.where}"
-                    )
-                if d.shape != t.shape:
-                    raise GraphError(
-                        f"{call.op.name}: its gradient for {t.label} {t.spec} is {d.spec}\n  at {call.where}"
-                    )
-                before = None if i in folded else self.partial.get(t)
-                self.partial[t] = d if before is None else add(before, d)
+                if t is not None and t in self.active:
+                    before = None if i in folded else self.partial.get(t)
+                    self.partial[t] = given[i] if before is None else add(before, given[i])
 
     def _fold(self, call: Call, given: list[Tensor | None], newest: int) -> set[int]:
         """If a gradient is added to an earlier one and the op that produced it can accumulate (`acc`), let it do so.
@@ -258,7 +274,7 @@ class _Backward:
             folded.add(i)
         return folded
 
-    def _complete(self, call: Call | None, gradients: dict[Tensor, Tensor]) -> None:
+    def _complete(self, call: Call | None) -> None:
         for t in self.first_use.get(call, ()):
             if t not in self.partial:
                 raise GraphError(
@@ -267,6 +283,6 @@ class _Backward:
             gradient = self.partial[t]
             if gradient.name is None:
                 named(f"d/{t.stem}", gradient)
-            gradients[t] = gradient
+            self.gradients[t] = gradient
             if self.then is not None:
                 self.then(t, gradient)

@@ -71,8 +71,8 @@ def test_two_passes_and_any_choice_give_the_same_bits():
     for other in (
         replace(shape, two_passes=True),
         replace(shape, keep=uniform(4, ()), two_passes=True),
-        replace(shape, two_passes=True, backward=True),
-        replace(shape, keep=spaced(4, 2), two_passes=True, backward=True),
+        *(replace(shape, twice=count) for count in (1, 3, 4)),
+        *(replace(shape, keep=spaced(4, 2), twice=count) for count in (1, 3, 4)),
         replace(shape, keep=chain(shape, request()).least().choice),
         replace(shape, keep=spaced(4, 2)),
     ):
@@ -97,9 +97,9 @@ def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_nor
     for keep in (uniform(3, ()), chain(layered, request()).least().choice):
         assert same_bits(trained(replace(layered, keep=keep), 1, SGD()), got)
     if max_norm is not None:
-        for backward in (False, True):
-            other = replace(layered, two_passes=True, backward=backward)
-            assert same_bits(trained(other, 1, SGD()), got)
+        assert same_bits(trained(replace(layered, two_passes=True), 1, SGD()), got)
+        for count in range(1, 4):
+            assert same_bits(trained(replace(layered, twice=count), 1, SGD()), got)
 
 
 def test_micro_batches_in_turn_need_less_than_sums_or_than_all_rows_at_once():

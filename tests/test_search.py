@@ -1,7 +1,7 @@
 """What a search knows of ways to run a block before it builds them, and that it finds no worse for it."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ from packtrain.design.plans import APPLY, MEASURE, make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import FREE, SLACK, Search, unlimited
 from packtrain.optim import AdamW
-from packtrain.recompute import uniform
+from packtrain.recompute import Choice, uniform
 from tests.search_checks import CONFIG, REQUEST, SHAPE, check_alone, fresh
 
 FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]
 FORMS += [replace(form, two_passes=True) for form in (FORMS[0], FORMS[2])]
-TWICE = [replace(form, backward=True) for form in FORMS[3:]]  # the backward pass alone
+TWICE = [replace(FORMS[0], twice=count) for count in (1, 4, 6)] + [replace(FORMS[2], twice=4)]
 SAVED = replace(SHAPE, config=replace(SHAPE.config, saved="bf16"))
 FORMS += [SAVED]
 
@@ -100,8 +100,8 @@ def test_a_draft_of_two_passes_recomputes_in_both(form, recomputed):
 
 @pytest.mark.parametrize("form", TWICE)
 @pytest.mark.parametrize("keep", [None, uniform(CONFIG.block_count, ())])
-def test_a_draft_of_two_backward_passes_recomputes_in_both(form, keep):
-    shape, once = replace(form, keep=keep), replace(form, two_passes=False, keep=keep)
+def test_a_draft_of_blocks_that_go_back_twice_recomputes_them_twice(form, keep):
+    shape, once = replace(form, keep=keep), replace(form, twice=0, keep=keep)
     drafted, planned = Search(REQUEST).draft(shape), make_plans(shape, REQUEST.optimizer)
     assert planned.nbytes <= drafted.nbytes <= planned.nbytes * 1.06
     assert drafted.seconds == pytest.approx(planned.seconds(REQUEST.rates), rel=0.02)
@@ -111,18 +111,43 @@ def test_a_draft_of_two_backward_passes_recomputes_in_both(form, keep):
         )
         for s in (shape, once)
     )
-    assert again == 2 * before and (before > 0) == (keep is not None)
+    count = CONFIG.block_count
+    assert again == before * (count + form.twice) // count and (before > 0) == (keep is not None)
 
 
-def test_between_one_pass_and_two_whole_ones_is_a_second_backward_pass():
-    """It is faster than two whole passes, and takes less than one."""
-    one, whole, twice = FORMS[0], FORMS[3], TWICE[0]
+def test_between_one_pass_and_two_whole_ones_some_blocks_go_back_twice():
+    """The more do, the longer it takes, and the fewer bytes; two whole passes take longer."""
+    one, *twice, whole = FORMS[0], *TWICE[:3], FORMS[3]
     search = Search(REQUEST)
-    seconds = [search.rough(form).seconds for form in (one, twice, whole)]
-    assert seconds == sorted(seconds) and seconds[0] < seconds[1] < seconds[2]
-    assert search.rough(twice).nbytes < search.rough(one).nbytes
-    found = search.best(one, search.rough(twice).nbytes)
-    assert found.shape.backward and found.nbytes <= search.rough(twice).nbytes
+    seconds = [search.rough(form).seconds for form in (one, *twice, whole)]
+    assert all(less < more for less, more in pairwise(seconds))
+    again = [replace(form, keep=uniform(CONFIG.block_count, ())) for form in (one, *twice)]
+    drafts = [search.draft(form) for form in again]
+    assert all(less.nbytes > more.nbytes for less, more in pairwise(drafts))
+    found = [search.best(one, draft.nbytes) for draft in drafts]
+    for best, draft in zip(found, drafts, strict=True):
+        assert best.nbytes <= draft.nbytes and best.seconds <= draft.seconds
+    assert found[-1].shape.twice
+
+
+@pytest.mark.parametrize("twice", [2, 4])
+def test_what_goes_back_twice_is_kept_as_well_as_any_of_its_blocks_could_be(twice):
+    """Against all ways in which each block keeps all of what is read, half of it, or nothing."""
+    form, looking = replace(SHAPE, twice=twice), Search(REQUEST)
+    blocks = looking.chain(form)
+    read = blocks.block.read
+    kinds = [tuple((at, 0) for at in places) for places in (read, read[::2], ())]
+    stream, count = (0,) * (CONFIG.block_count + 1), CONFIG.block_count
+    every = [
+        blocks.plan(Choice(stream, (*first, *last)))
+        for first in combinations_with_replacement(kinds, twice)
+        for last in combinations_with_replacement(kinds, count - twice)
+    ]
+    for limit in np.linspace(blocks.least().nbytes, blocks.plan(None).nbytes, 6).astype(int)[1:]:
+        known = looking.__class__(REQUEST).chain(form)
+        found = known.within(int(limit))
+        best = min(one.seconds for one in every if one.nbytes <= limit)
+        assert found is not None and found.seconds <= best * 1.001
 
 
 def test_two_passes_take_at_least_what_one_takes_without_its_gradients():

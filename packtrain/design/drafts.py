@@ -74,11 +74,27 @@ class Drafts:
         more = reached(shape) - SAMPLED
         if more <= 0 or not even(shape) or not self.request.target.uniform:
             return self._sizes(shape)
+        if shape.twice:
+            return self._going_back_twice(shape)
         below = passed_over(shape.config, shape.base)
         two, three = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
         under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
         each = zip(two, three, under, strict=True)
         return StepEstimate(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
+
+    def _going_back_twice(self, shape: StepShape) -> StepEstimate:
+        """From a chain of three blocks, of which none, one and all go back twice.
+
+        With everything kept, a block of them gives back the bytes of its gradients and takes those that it keeps.
+        """
+        blocks, whole = with_blocks(shape, SAMPLED), self.sizes(shape.once)
+        none, one, every = (self._sizes(replace(blocks, twice=n)) for n in (0, 1, SAMPLED))
+        more, block = shape.twice - 1, self.chain(shape.once).block
+        less = max(block.reserve - block.saved_all, 0)
+        arena = whole.arena - more * less
+        each, share = zip(whole, none, one, every, strict=True), more / (SAMPLED - 1)
+        found = StepEstimate(*(w + b - a + share * (c - b) for w, a, b, c in each))
+        return StepEstimate(found[0], max(arena, whole.beside), *found[2:])
 
     def _sizes(self, shape: StepShape) -> StepEstimate:
         parts = {name: self._graph(name, shape) for name in names(shape)}
@@ -131,9 +147,7 @@ class Drafts:
         """The blocks of the training graph that determines memory, for choosing recomputation."""
         shape = replace(shape, keep=None)
         if shape not in self._chains:
-            first = replace(shape, chunk=CHUNK)
-            if first == shape:  # blocks and head of the same in two graphs, which solvers know
-                first = replace(first, backward=False)
+            first = replace(shape, chunk=CHUNK, twice=0)
             like = None if first == shape else self.chain(first)
             calls = int(self.sizes(shape).inside)
             self._chains[shape] = chain(shape, self.request, self.space, like, calls, self._build)
@@ -192,7 +206,7 @@ class Drafts:
 
 def repeats(shape: StepShape) -> int:
     """How often a step recomputes what its blocks do not keep."""
-    return runs(shape)[MICRO] if blocks_in(shape) == MICRO else 1 + shape.two_passes
+    return runs(shape)[MICRO] if blocks_in(shape) == MICRO else shape.graphs
 
 
 def _what_matters(name: str, shape: StepShape) -> StepShape:

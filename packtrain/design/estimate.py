@@ -116,6 +116,10 @@ def chain(
         one = shape if count == whole else with_blocks(shape, count)
         return make(name, replace(one, keep=choice), request.optimizer)
 
+    def twice(count: int, choice: Choice | None) -> Built:
+        one = replace(with_blocks(shape, count), twice=count, keep=choice)
+        return make(name, one, request.optimizer)
+
     waiting = name == STEP and shape.max_norm is not None and not shape.two_passes
     reserved = _gradients(shape) if waiting else (0, 0)
     per_call = (CALL_NBYTES + BOUND_NBYTES) * shape.graphs if space == HOST else 0
@@ -127,9 +131,8 @@ def chain(
 
     same = None if like is None else Like(like, chunked)
     offload = NEVER if space == HOST else request.offload
-    times = 2 if shape.backward else 1
-    given = reserved, per_call, calls, same, TOGETHER, request.target, space, offload, times
-    return Chain(graph, whole, request.rates, *given)
+    given = reserved, per_call, calls, same, TOGETHER, request.target, space, offload
+    return Chain(graph, whole, request.rates, *given, shape.twice, twice)
 
 
 def _gradients(shape: StepShape) -> tuple[int, int]:

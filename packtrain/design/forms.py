@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from packtrain.design.depth import reached
 from packtrain.design.shape import CHUNK, StepShape
 
 CHUNKS = (CHUNK, 64, 16)
 # most micro-batches of a graph, and blocks counted for each: building it takes time
 PARTS, BLOCKS = 8, 256
+TWICE = 16  # numbers of blocks that go back twice
 
 
 def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
@@ -23,8 +25,14 @@ def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
             one = replace(shape.once, rows=rows, micros=micros, layered=layered)
             yield one
             if clips and (layered or micros == 1):
-                yield replace(one, two_passes=True, backward=True)
+                for count in spread(reached(shape)):
+                    yield replace(one, twice=count)
                 yield replace(one, two_passes=True)
+
+
+def spread(count: int) -> list[int]:
+    """Numbers of blocks up to `count`."""
+    return sorted({-(-count * n // TWICE) for n in range(1, TWICE + 1)})
 
 
 def divisors(count: int) -> list[int]:
@@ -36,4 +44,4 @@ def extremes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
     """Candidates for the least memory: all rows at once, or as few as possible."""
     found = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
     ends = found[0].rows, found[-1].rows
-    return [one for one in found if one.rows in ends and not one.backward]
+    return [one for one in found if one.rows in ends and not one.twice]

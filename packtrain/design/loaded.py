@@ -21,7 +21,7 @@ from packtrain.optim import Optimizer
 
 GUESSED_NBYTES = 10 << 20  # if there is no memory for the child; 6 to 7 MiB were measured
 UNSURE_NBYTES = 4 << 20  # by how much the guess may be too high
-MEASURED = 2  # times
+MEASURED = 4  # times
 CHILD_NBYTES = 44 << 20  # 34 to 36 MiB were measured
 
 

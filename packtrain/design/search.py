@@ -99,7 +99,7 @@ class Search(Drafts):
             return best
         # what waits elsewhere comes back for the first backward pass, and stays here for a second one
         kept = self.request.target.space == HOST or self.request.offload == NEVER
-        forms = [form for form in candidates(shape, fixed) if kept or not form.backward]
+        forms = [form for form in candidates(shape, fixed) if kept or not form.twice]
         waiting = [(0.0, at, 0) for at in range(len(forms))]
         bounds = self._could, self._takes, self._takes_by_ways
         while waiting:
@@ -115,14 +115,14 @@ class Search(Drafts):
         return best
 
     def _could(self, form: StepShape, limit: int) -> float:
-        """Infinite if the form cannot fit; else the least seconds of two passes, estimated from one."""
+        """Infinite if the form cannot fit; else the least seconds of what runs twice, estimated from one pass."""
         if self._at_least(replace(form, chunk=min(CHUNKS))) > limit * (1 + SLACK):
             return math.inf
-        if not form.two_passes:
+        again = 2 * reached(form) if form.two_passes else form.twice
+        if not again:
             return 0.0
         one = form.once
-        forward = reached(form) * self.chain(one).block.forward_seconds
-        return self.sizes(one).seconds + form.graphs * forward
+        return self.sizes(one).seconds + again * self.chain(one).block.forward_seconds
 
     def _takes(self, form: StepShape, limit: int) -> float:
         """The least seconds of a step of the form within the limit; infinite if nothing fits."""
@@ -277,7 +277,7 @@ class Search(Drafts):
         one = shape.once
         sizes, arena = self.sizes(one), 0
         if self.inside(one):
-            arena = self.chain(one).floor(waiting=not shape.two_passes)
+            arena = self.chain(one).floor(not shape.two_passes, shape.twice)
         return self._nbytes(one, sizes, 0) + max(arena, int(sizes.beside))
 
     def _estimates(self, shape: StepShape) -> list[tuple[int, StepShape]]:

@@ -52,7 +52,8 @@ class StepShape:
     chunk       tokens of the loss head at a time
     keep        activations kept for the backward pass; None: everything
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients are stored
-    backward    of these, only the backward pass runs twice; what the forward pass keeps waits for both
+    twice       the same for so many of the first blocks that are trained: their part of the backward pass runs twice,
+                and what the forward pass keeps in them waits for both; gradients of the others are stored
     layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
     evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
     ranks       processes that do the same on other rows and add their gradients before the update
@@ -73,7 +74,7 @@ class StepShape:
     chunk: int = CHUNK
     keep: Choice | None = None
     two_passes: bool = False
-    backward: bool = False
+    twice: int = 0
     layered: bool = False
     evaluations: int = 1
     ranks: int = 1
@@ -92,12 +93,12 @@ class StepShape:
     @property
     def graphs(self) -> int:
         """Graphs of a step with the blocks and their gradients."""
-        return 2 if self.two_passes and not self.backward else 1
+        return 1 + self.two_passes
 
     @property
     def once(self) -> "StepShape":
         """The same in one pass."""
-        return replace(self, two_passes=False, backward=False)
+        return replace(self, two_passes=False, twice=0)
 
     @property
     def apart(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from packtrain.backends import HOST
+from packtrain.design.depth import reached
 from packtrain.design.plans import Plans, counted, held_nbytes, leaves, runs
 from packtrain.design.shape import CHUNK
 from packtrain.planning import size_text
@@ -146,8 +147,9 @@ def choices(plans: Plans) -> list[str]:
     found += (
         [f"{size_text(away)} of activations wait in the memory of this process"] if away else []
     )
-    passes = "backward pass" if shape.backward else "pass"
-    found += [f"a first {passes} measures the gradient norm"] if shape.two_passes else []
+    found += ["a first pass measures the gradient norm"] if shape.two_passes else []
+    twice = f"gradients of {shape.twice} of {reached(shape)} blocks are computed twice, first for their norm"
+    found += [twice] if shape.twice else []
     found += ["micro-batches go through each block in turn"] if shape.layered else []
     found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
     return found

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from packtrain import ops
 from packtrain.dtypes import i64
-from packtrain.grad import Keep, differentiate
+from packtrain.grad import Keep, differentiate, differentiate_twice
 from packtrain.graph import Graph
 from packtrain.optim.optimizer import Given, Optimizer
 from packtrain.optim.over_ranks import all_reduce, arrive, reduce_scatter
@@ -19,6 +19,7 @@ ROUNDING = "rounding"  # the input for stochastic rounding of bf16 weights: seed
 
 Inner = dict[Tensor, Tensor] | None
 Pair = tuple[Tensor, Tensor]  # a weight and its gradient
+Twice = tuple[Collection[Tensor], Collection[Tensor]]  # see `training`
 
 
 def training(
@@ -30,7 +31,7 @@ def training(
     max_norm: float | None = None,
     max_value: float | None = None,
     inner: Inner = None,
-    twice: bool = False,
+    twice: Twice | None = None,
 ) -> Graph:
     """The graph of one step: forward, backward and update of outputs["loss"]; it also outputs `squares`.
 
@@ -41,15 +42,16 @@ def training(
              is not finite changes nothing; without max_norm only from the first such gradient on.
     max_value a number then clips each value of a gradient to it
     inner    filled with gradients of forward values, see differentiate
-    twice    with max_norm: compute all gradients twice, first only for the norm, so that no two need memory at once
+    twice    with max_norm: weights whose gradients do not wait for the norm, as a second backward pass computes them
+             again; and the forward values behind which it begins
     """
     loss, update = outputs["loss"], _Update(optimizer, outputs["loss"], max_norm, max_value)
     _check(trained)
     if max_norm is None:
         differentiate(loss, list(trained), keep, update.measure_and_apply, inner)
     elif twice:
-        differentiate(loss, list(trained), keep, update.measure)
-        differentiate(loss, list(trained), keep, update.apply, inner)
+        sinks = update.measure, update.apply
+        differentiate_twice(loss, list(trained), *twice, keep, *sinks, inner)
     else:
         for w, g in differentiate(loss, list(trained), keep, update.measure, inner).items():
             update.apply(w, g)

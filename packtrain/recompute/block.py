@@ -48,6 +48,7 @@ class BlockCosts:
     together  how many ways may be measured in one chain; 1 if not all blocks are alike
     space     whose bytes count; by default the arena's
     offload   whether a block may keep what it keeps in the process's memory
+    twice     the backward pass of all blocks runs twice: what they keep stays through the first time, which is measured
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class BlockCosts:
         target: Target = CPU,
         space: str | None = None,
         offload: int = NEVER,
+        twice: bool = False,
     ) -> None:
+        self.twice = twice
         self.build, self.rates, self.together, self.target = build, rates, together, target
         self.space, self.offload = space or target.space, offload
         self.reserve, self.head_reserve = reserved
@@ -164,6 +167,11 @@ class BlockCosts:
     def _nbytes(self, way: Inner) -> int:
         return self.parts * sum(aligned(self.values[at].spec) for at in _kept(way))
 
+    @cached_property
+    def saved_all(self) -> int:
+        """Bytes that it keeps if it keeps everything, with its input."""
+        return self.stream_nbytes + self.parts * sum(aligned(t.spec) for t in self._read)
+
     def crossing(self, way: Inner) -> float:
         """Seconds for what a way keeps away, there and back."""
         return self._there_and_back(self.stream_nbytes + self._nbytes(way)) if is_away(way) else 0.0
@@ -263,7 +271,8 @@ class BlockCosts:
                 continue
             for i in range(max(start - first, 0), min(taken - first, len(steps))):
                 (kept[at] if touched[i].isdisjoint(values) else always)[i] += nbytes
-        return always - self.head_reserve - (SAMPLED - 2) * self.reserve, kept
+        later = self.head_reserve + (SAMPLED - 2) * self.reserve
+        return always - later - self.twice * self.stream_nbytes, kept
 
     # ---- measurements
 
@@ -276,21 +285,24 @@ class BlockCosts:
         return bool(asked)
 
     def _measure(self, ways: Sequence[Inner]) -> None:
-        """Bytes exclude what earlier blocks keep and what later ones leave."""
+        """Bytes exclude what earlier blocks keep and what later ones leave, or keep.
+
+        Where all of them go back twice, the gradient behind the last one stays, too, but not the output of that one.
+        """
         inner = (ways[0], *ways, ways[-1])
         built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
         placed = place(built.graph, self.target)
         curve, spans = Alive(placed, self.space), backward_steps(placed, built, self.parts)
-        before = 0
+        kept = [self.stream_nbytes + self.saved(way) for way in inner]
         for i, way in enumerate(inner):
             saved = self.saved(way)
-            before += self.stream_nbytes + saved
+            others = sum(kept) + self.stream_nbytes if self.twice else sum(kept[: i + 1])
             if not 0 < i < len(inner) - 1:
                 continue
             first, last = spans[i]
             again = [s.call for s in placed.steps[first : last + 1] if s.recomputes]
             later = self.head_reserve + (len(inner) - 1 - i) * self.reserve
-            work = max(curve.most(first, last) - (before - saved) - later, 0)
+            work = max(curve.most(first, last) - (others - saved) - later, 0)
             seconds = sum(map(self.seconds, again)) + self.crossing(way)
             self._known[way] = Option(way, saved, seconds, len(again), work)
 

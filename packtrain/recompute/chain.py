@@ -6,7 +6,7 @@ Beaumont et al. 2021 (rotor) and Chen et al. 2016 (arXiv 1604.06174) for the cha
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,8 +19,9 @@ from packtrain.packing import lower_bound
 from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
 from packtrain.recompute.block import Alive, BlockCosts, Build, backward_steps
-from packtrain.recompute.choice import ALIGNMENT, NEVER, Choice, Option, aligned, uniform
+from packtrain.recompute.choice import ALIGNMENT, NEVER, Choice, aligned, uniform
 from packtrain.recompute.solver import ChainSolver, Solved
+from packtrain.recompute.twice import TwiceSolver
 
 ROUNDS = 4
 HEADED = 2  # blocks of the chain on which the head is measured
@@ -57,7 +58,8 @@ class Chain:
     target       where it runs
     space        whose bytes count; by default the arena's
     offload      whether blocks may keep what they keep in the process's memory
-    times        how often the graph recomputes the same
+    twice        the backward pass of so many of the first blocks runs twice; `like` is a chain in which none does
+    again        builds one in which those of all do
     """
 
     def __init__(
@@ -73,15 +75,19 @@ class Chain:
         target: Target = CPU,
         space: str | None = None,
         offload: int = NEVER,
-        times: int = 1,
+        twice: int = 0,
+        again: Build | None = None,
     ) -> None:
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
-        self.times = times
+        self.twice = twice
         self.space = space or target.space
         self.build, self.count, self.like = build, count, like
         together = max(min(count - 2, together), FEW)
-        own = BlockCosts(build, rates, reserved, together, target, space, offload)
-        self.block: BlockCosts = own if like is None else like.chain.block
+        how = together, target, space, offload
+        self.block = BlockCosts(build, rates, reserved, *how)
+        self.again = BlockCosts(again or build, rates, (0, reserved[1]), *how, twice=True)
+        if like is not None:
+            self.block, self.again = like.chain.block, like.chain.again
         self.found: dict[Choice | None, Found] = {}
 
     @cached_property
@@ -105,6 +111,7 @@ class Chain:
         """Free graphs, which are built again if they are needed."""
         self.__dict__.pop("_head", None)
         self.block.forget()
+        self.again.forget()
 
     def least_seconds(self, nbytes: int) -> float:
         """Least added seconds for `nbytes` less than keeping everything."""
@@ -121,7 +128,7 @@ class Chain:
             arena, _ = lower_bound(*columns(storages(placed, self.space), ALIGNMENT))
             again = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
-            seconds = sum(map(self.block.seconds, again)) / self.times
+            seconds = sum(map(self.block.seconds, again))
             seconds += sum(cost.call_seconds(s, self.block.rates) for s in placed.put_away)
             self.found[choice] = Found(choice, arena, nbytes, seconds, len(again))
         return self.found[choice]
@@ -133,7 +140,7 @@ class Chain:
 
     def bound(self, nbytes: int) -> float:
         """Least seconds that a choice of `nbytes` adds, from the ways measured so far."""
-        solved = self._solved(self._solver(self.block.options, nbytes), nbytes)
+        solved = self._solved(self._solver(nbytes), nbytes)
         return math.inf if solved is None else solved.seconds
 
     def within(self, nbytes: int, below: float = math.inf) -> Found | None:
@@ -168,8 +175,10 @@ class Chain:
         Unmeasured ways count with their lower bounds, so no other choice is faster.
         """
         while True:
-            solved = self._solved(self._solver(self.block.options, nbytes), aim)
-            if solved is None or solved.seconds >= below or not self.block.measure(solved.ways):
+            solved = self._solved(self._solver(nbytes), aim)
+            if solved is None or solved.seconds >= below:
+                return solved
+            if not (self.block.measure(solved.ways) | self.again.measure(solved.again)):
                 return solved
 
     def _plan_around(self, choice: Choice, nbytes: int) -> None:
@@ -183,7 +192,7 @@ class Chain:
             if 0 < self.block.saved(way) <= self.block.stream_nbytes:
                 self.plan(replace(choice, inner=(*choice.inner[:-1], way)))
 
-    def _solved(self, solver: ChainSolver, nbytes: int) -> Solved | None:
+    def _solved(self, solver: ChainSolver | TwiceSolver, nbytes: int) -> Solved | None:
         """The fastest choice by the solver that leaves bytes for its own calls."""
         aim = nbytes - self._calls_nbytes
         while (solved := solver.choice(aim)) is not None:
@@ -193,28 +202,41 @@ class Chain:
             aim -= over
         return solved
 
-    def _solver(self, options: Sequence[Option], nbytes: int) -> ChainSolver:
-        return ChainSolver(self.block, self.count, self.head_work, options, nbytes)
+    def _solver(self, nbytes: int, bare: bool = False) -> ChainSolver | TwiceSolver:
+        """A solver for the ways to run a block; `bare`: for those that keep nothing."""
 
-    def floor(self, waiting: bool = True) -> int:
-        """Least bytes of the arena: those of the backward pass of the second block.
+        def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
+            return ChainSolver(
+                block, count, head_work, block.bare if bare else block.options, nbytes
+            )
 
-        waiting  gradients of blocks and head are kept for clipping
+        later = of(self.block, self.count - self.twice, self.head_work)
+        return TwiceSolver(of(self.again, self.twice, 0), later) if self.twice else later
+
+    def floor(self, waiting: bool = True, twice: int = 0) -> int:
+        """Least bytes of the arena: those of the backward pass of the second block, or of blocks where it runs twice.
+
+        waiting  gradients of head and blocks are kept for clipping, but those of the first `twice` blocks
         """
         if self.count < 2:
             return 0
-        block = self.block
-        later = block.head_reserve + (self.count - 2) * block.reserve if waiting else 0
-        return block.stream_nbytes + block.least_work + later
+        block, twice = self.block, twice or self.twice
+        if not waiting:
+            return block.stream_nbytes + self.again.least_work
+        at = max(twice + 1, 2)
+        later = self.count - at
+        found = [block.least_work + later * block.reserve] if later >= 0 else []
+        found += [self.again.least_work + (self.count - twice) * block.reserve] if twice else []
+        return block.stream_nbytes + block.head_reserve + max(found)
 
     @cached_property
     def smallest(self) -> "Smallest":
         """The choice with the least estimated bytes."""
-        block, options = self.block, self.block.bare
+        block = self.block
         high = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
-        high += block.head_reserve + 2 * max(option.work for option in options)
-        coarse = self._solver(options, high)
-        fine = self._solver(options, coarse.least + coarse.least // 20)
+        high += block.head_reserve + 2 * max(option.work for option in block.bare)
+        coarse = self._solver(high, bare=True)
+        fine = self._solver(coarse.least + coarse.least // 20, bare=True)
         found = []
         for aim in (fine.least, *np.geomspace(fine.nbytes, high, AIMS).astype(int).tolist()):
             solved = (fine if aim <= fine.nbytes else coarse).choice(aim)

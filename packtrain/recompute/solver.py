@@ -15,16 +15,41 @@ from packtrain.recompute.choice import ALWAYS, Choice, Inner, Option
 
 SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
 Rows = list[np.ndarray]  # by number of blocks: seconds by slots
+Run = tuple[
+    int, int, int, int, Rows
+]  # first block, number of blocks, slots, rank, and whether it is inner
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A choice, the ways to run a block in it, and the seconds and calls that it adds by estimate."""
+    """A choice, the ways to run a block in it, and the seconds and calls that it adds by estimate.
+
+    again  ways to run one of the blocks whose backward pass runs twice
+    """
 
     choice: Choice
     ways: frozenset[Inner]
     seconds: float
     calls: int
+    again: frozenset[Inner] = frozenset()
+
+
+class Trace:
+    """A choice while it is found, its ways to run a block, and the calls that these add."""
+
+    def __init__(self, count: int) -> None:
+        self.stream, self.inner = [0] * (count + 1), [Inner()] * count
+        self.ways, self.calls = set[Inner](), 0
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(tuple(self.stream), tuple(self.inner))
+
+    def take(self, at: int, option: Option, rank: int) -> None:
+        """A block by an option."""
+        self.ways.add(option.keep)
+        self.calls += option.calls
+        self.inner[at] = tuple((place, rank + beyond) for place, beyond in option.keep)
 
 
 class Way(NamedTuple):
@@ -101,35 +126,38 @@ class ChainSolver:
 
     def choice(self, nbytes: int) -> Solved | None:
         """The best choice within `nbytes` of the solver's bytes; None if nothing fits."""
-        count = self.count
-        slots = min(int(nbytes / self.unit), self.slots) - self.passed
+        count, slots = self.count, self.slots_of(nbytes)
         if slots < 0 or not np.isfinite(self.outer[count][slots]):
             return None
-        stream, inner = [0] * (count + 1), [Inner()] * count
-        ways, calls = set[Inner](), 0
-        runs = [(0, count, slots, 0, self.outer)]
+        found = Trace(count)
+        self.follow((0, count, slots, 0, self.outer), found)
+        seconds = float(self.outer[count][slots])
+        return Solved(found.choice, frozenset(found.ways), seconds, found.calls)
+
+    def slots_of(self, nbytes: int) -> int:
+        """Slots beside the input of the chain."""
+        return min(int(nbytes / self.unit), self.slots) - self.passed
+
+    def follow(self, run: Run, found: Trace) -> None:
+        """Add the best moves of a run."""
+        runs = [run]
         while runs:
             first, n, m, rank, rows = runs.pop()
             if n == 0:
                 continue
             move = self._best(n, m, rows)
             if move < 0:
-                stream[first - move] = rank
-                calls -= move * self.block.forward_calls
+                found.stream[first - move] = rank
+                found.calls -= move * self.block.forward_calls
                 waiting = self.head_reserve if rows is self.outer else 0
                 m_again = m - waiting - (n + move) * self.reserve
                 runs.append((first - move, n + move, m - self.passed, rank, rows))
                 runs.append((first, -move, m_again, rank + 1, self.inner))
                 continue
-            option = self.options[move]
-            ways.add(option.keep)
-            calls += option.calls
-            inner[first] = tuple((place, rank + beyond) for place, beyond in option.keep)
+            found.take(first, self.options[move], rank)
             if n > 1 or rows is self.outer:
-                stream[first + 1] = rank
+                found.stream[first + 1] = rank
             runs.append((first + 1, n - 1, m - self.sizes[move][0], rank, rows))
-        seconds = float(self.outer[count][slots])
-        return Solved(Choice(tuple(stream), tuple(inner)), frozenset(ways), seconds, calls)
 
     def _best(self, n: int, m: int, rows: Rows) -> int:
         """The best move for the first of n blocks in m slots."""
@@ -141,7 +169,10 @@ class ChainSolver:
     @property
     def least(self) -> int:
         """The fewest bytes with which something fits; the solver's bytes if nothing does."""
-        fitting = np.flatnonzero(np.isfinite(self.outer[self.count]))
+        return self.least_of(self.outer[self.count])
+
+    def least_of(self, row: np.ndarray) -> int:
+        fitting = np.flatnonzero(np.isfinite(row))
         slots = int(fitting[0]) + self.passed if len(fitting) else self.slots
         return min(math.ceil((slots + 0.5) * self.unit), self.nbytes)
 

@@ -15,9 +15,8 @@ from packtrain.recompute.choice import ALWAYS, Choice, Inner, Option
 
 SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
 Rows = list[np.ndarray]  # by number of blocks: seconds by slots
-Run = tuple[
-    int, int, int, int, Rows
-]  # first block, number of blocks, slots, rank, and whether it is inner
+# first block, number of blocks, slots, rank, and rows: inner or outer
+Run = tuple[int, int, int, int, Rows]
 
 
 @dataclass(frozen=True, slots=True)

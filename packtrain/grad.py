@@ -236,9 +236,9 @@ class _Backward:
             try:
                 given = list(rule(*own, *inputs, **call.attrs))
                 for t, d in zip(call.inputs, given, strict=False):
-                    if t in self.active:
+                    if t in self.active and (d is None or d.shape != t.shape):
                         want(d is not None, f"no gradient for its input {t.label}")
-                        want(d.shape == t.shape, f"its gradient for {t.label} {t.spec} is {d.spec}")
+                        raise Unmet(f"its gradient for {t.label} {t.spec} is {d.spec}")
             except Unmet as unmet:
                 raise GraphError(f"{call.op.name}: {unmet}\n  at {call.where}") from None
             newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)

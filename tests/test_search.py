@@ -133,8 +133,8 @@ def test_between_one_pass_and_two_whole_ones_some_blocks_go_back_twice():
 @pytest.mark.parametrize("twice", [2, 4])
 def test_what_goes_back_twice_is_kept_as_well_as_any_of_its_blocks_could_be(twice):
     """Against all ways in which each block keeps all of what is read, half of it, or nothing."""
-    form, looking = replace(SHAPE, twice=twice), Search(REQUEST)
-    blocks = looking.chain(form)
+    form = replace(SHAPE, twice=twice)
+    blocks = Search(REQUEST).chain(form)
     read = blocks.block.read
     kinds = [tuple((at, 0) for at in places) for places in (read, read[::2], ())]
     stream, count = (0,) * (CONFIG.block_count + 1), CONFIG.block_count
@@ -144,7 +144,7 @@ def test_what_goes_back_twice_is_kept_as_well_as_any_of_its_blocks_could_be(twic
         for last in combinations_with_replacement(kinds, count - twice)
     ]
     for limit in np.linspace(blocks.least().nbytes, blocks.plan(None).nbytes, 6).astype(int)[1:]:
-        known = looking.__class__(REQUEST).chain(form)
+        known = Search(REQUEST).chain(form)
         found = known.within(int(limit))
         best = min(one.seconds for one in every if one.nbytes <= limit)
         assert found is not None and found.seconds <= best * 1.001

@@ -94,7 +94,7 @@ class Drafts:
         arena = whole.arena - more * less
         each, share = zip(whole, none, one, every, strict=True), more / (SAMPLED - 1)
         found = StepEstimate(*(w + b - a + share * (c - b) for w, a, b, c in each))
-        return StepEstimate(found[0], max(arena, whole.beside), *found[2:])
+        return StepEstimate(found.leaves, max(arena, whole.beside), *found[2:])
 
     def _sizes(self, shape: StepShape) -> StepEstimate:
         parts = {name: self._graph(name, shape) for name in names(shape)}

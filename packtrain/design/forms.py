@@ -25,13 +25,13 @@ def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
             one = replace(shape.once, rows=rows, micros=micros, layered=layered)
             yield one
             if clips and (layered or micros == 1):
-                for count in spread(reached(shape)):
+                for count in numbers(reached(shape)):
                     yield replace(one, twice=count)
                 yield replace(one, two_passes=True)
 
 
-def spread(count: int) -> list[int]:
-    """Numbers of blocks up to `count`."""
+def numbers(count: int) -> list[int]:
+    """Numbers up to `count`, at most TWICE of them, evenly spaced."""
     return sorted({-(-count * n // TWICE) for n in range(1, TWICE + 1)})
 
 

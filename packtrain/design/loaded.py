@@ -85,7 +85,7 @@ def loaded(names: tuple[str, ...], free: float) -> Loaded:
     except (OSError, ValueError, TypeError):  # missing or incomplete
         if 0 <= free < CHILD_NBYTES:
             return Loaded(GUESSED_NBYTES, UNSURE_NBYTES, names)
-        # pages that the system takes from a child make what it says too little, and that is kept
+        # one child in five takes 1 MiB less, by chance, and what is found is kept
         found = max(
             ask(lambda: None, _load_in_child, kernels.threads(), names) for _ in range(MEASURED)
         )

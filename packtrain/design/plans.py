@@ -3,7 +3,7 @@
 Nothing is allocated here. All plans share the leaves, by name, and one arena.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import get_args
@@ -297,22 +297,19 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     elif name == APPLY:
         graph = applying(outputs, trained, optimizer, keep=keep, inner=inner, **shape.clipping)
     else:
-        twice = _twice(shape, trained, loss.blocks)
-        how = shape.clipping | {"twice": twice, "inner": inner}
-        graph = training(outputs, trained, optimizer, keep=keep, **how)
+        behind = stream[shape.twice * parts :][:parts]
+        twice = (_of_twice(shape, trained), behind) if shape.twice else None
+        how = shape.clipping | {"twice": twice}
+        graph = training(outputs, trained, optimizer, keep=keep, inner=inner, **how)
     graph.away = frozenset(t for t, rank in (keep or {}).items() if rank == AWAY)
     return Built(graph, stream, inner)
 
 
-def _twice(
-    shape: StepShape, trained: Iterable[Tensor], blocks: Sequence[Tensor]
-) -> tuple[list[Tensor], Sequence[Tensor]] | None:
-    """Weights of blocks whose gradients are computed twice, and the stream behind these blocks."""
+def _of_twice(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
+    """The weights of blocks whose gradients are computed twice."""
     end = passed_over(shape.config, shape.base) + shape.twice
     inside = tuple(f"blk.{at}." for at in range(end))
-    parts = shape.micros if shape.layered else 1
-    again = [leaf for leaf in trained if leaf.label.startswith(inside)]
-    return (again, blocks[end * parts : (end + 1) * parts]) if shape.twice else None
+    return [leaf for leaf in trained if leaf.label.startswith(inside)]
 
 
 @cache

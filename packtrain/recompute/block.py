@@ -167,10 +167,14 @@ class BlockCosts:
     def _nbytes(self, way: Inner) -> int:
         return self.parts * sum(aligned(self.values[at].spec) for at in _kept(way))
 
-    @cached_property
+    @property
     def saved_all(self) -> int:
         """Bytes that it keeps if it keeps everything, with its input."""
-        return self.stream_nbytes + self.parts * sum(aligned(t.spec) for t in self._read)
+        return self.stream_nbytes + self.parts * self._read_nbytes
+
+    @cached_property
+    def _read_nbytes(self) -> int:
+        return sum(aligned(t.spec) for t in self._read)
 
     def crossing(self, way: Inner) -> float:
         """Seconds for what a way keeps away, there and back."""
@@ -193,7 +197,7 @@ class BlockCosts:
 
     def least_again(self, nbytes: float) -> float:
         """Least seconds of recomputation for keeping `nbytes` less than everything."""
-        whole = sum(aligned(t.spec) for t in self._read)
+        whole = self._read_nbytes
         if nbytes > whole * self.parts:
             return np.inf
         points = self._front
@@ -293,18 +297,19 @@ class BlockCosts:
         built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
         placed = place(built.graph, self.target)
         curve, spans = Alive(placed, self.space), backward_steps(placed, built, self.parts)
-        kept = [self.stream_nbytes + self.saved(way) for way in inner]
+        saved = list(map(self.saved, inner))
+        whole = sum(saved) + (len(inner) + 1) * self.stream_nbytes
         for i, way in enumerate(inner):
-            saved = self.saved(way)
-            others = sum(kept) + self.stream_nbytes if self.twice else sum(kept[: i + 1])
+            before = sum(saved[: i + 1]) + (i + 1) * self.stream_nbytes
+            others = (whole if self.twice else before) - saved[i]
             if not 0 < i < len(inner) - 1:
                 continue
             first, last = spans[i]
             again = [s.call for s in placed.steps[first : last + 1] if s.recomputes]
             later = self.head_reserve + (len(inner) - 1 - i) * self.reserve
-            work = max(curve.most(first, last) - (others - saved) - later, 0)
+            work = max(curve.most(first, last) - others - later, 0)
             seconds = sum(map(self.seconds, again)) + self.crossing(way)
-            self._known[way] = Option(way, saved, seconds, len(again), work)
+            self._known[way] = Option(way, saved[i], seconds, len(again), work)
 
 
 def _costs_nothing(call: Call) -> bool:

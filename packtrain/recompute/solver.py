@@ -6,6 +6,7 @@ Returns a Choice for measured options and a number of bytes. Beaumont et al. 202
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -82,31 +83,36 @@ class ChainSolver:
         self.block, self.count = block, count
         self.nbytes, self.unit = nbytes, max(nbytes / SLOTS, 1.0)
         self.slots = int(nbytes / self.unit)
-        self.passed, self.reserve, head = map(
-            self._slots, (block.stream_nbytes, block.reserve, head_work)
-        )
-        self.head_reserve = self._slots(block.head_reserve)
+        self.passed, self.reserve = self._slots(block.stream_nbytes), self._slots(block.reserve)
+        self.head_work, self.head_reserve = self._slots(head_work), self._slots(block.head_reserve)
         self.options = undominated(options)
         sizes = [(self._slots(one.saved), self._slots(one.work)) for one in self.options]
         self.sizes = [(saved + self.passed, work) for saved, work in sizes]
         self.inner = [np.zeros(self.slots + 1)]
-        self.outer = [np.where(np.arange(self.slots + 1) >= head, 0.0, np.inf)]
-        for n in range(1, count + 1):
-            for rows in self.inner, self.outer:
-                row = np.full(self.slots + 1, np.inf)
-                for way in self._ways(n, rows):
-                    np.minimum(row[way.least :], way.seconds + sum(way.rest), out=row[way.least :])
-                rows.append(row)
+        self._fill(self.inner)
+
+    @cached_property
+    def outer(self) -> Rows:
+        rows = [np.where(np.arange(self.slots + 1) >= self.head_work, 0.0, np.inf)]
+        self._fill(rows)
+        return rows
+
+    def _fill(self, rows: Rows) -> None:
+        for n in range(1, self.count + 1):
+            row = np.full(self.slots + 1, np.inf)
+            for way in self._ways(n, rows):
+                np.minimum(row[way.least :], way.seconds + sum(way.rest), out=row[way.least :])
+            rows.append(row)
 
     def _slots(self, nbytes: int) -> int:
         return math.ceil(nbytes / self.unit)
 
     def _ways(self, n: int, rows: Rows) -> Iterator[Way]:
         """The possible moves for the first of n blocks, and what they leave to the others."""
-        waiting = self.head_reserve if rows is self.outer else 0
+        waiting = 0 if rows is self.inner else self.head_reserve
         for k, (option, (kept, work)) in enumerate(zip(self.options, self.sizes, strict=True)):
             near = self.block.offload != ALWAYS or n == 1 or rows is self.inner
-            if not (rows is self.outer if option.away else near):
+            if not (rows is not self.inner if option.away else near):
                 continue  # only what the forward pass computed is put away
             least = max(kept, work + waiting + (n - 1) * self.reserve)
             if least <= self.slots:
@@ -148,13 +154,13 @@ class ChainSolver:
             if move < 0:
                 found.stream[first - move] = rank
                 found.calls -= move * self.block.forward_calls
-                waiting = self.head_reserve if rows is self.outer else 0
+                waiting = 0 if rows is self.inner else self.head_reserve
                 m_again = m - waiting - (n + move) * self.reserve
                 runs.append((first - move, n + move, m - self.passed, rank, rows))
                 runs.append((first, -move, m_again, rank + 1, self.inner))
                 continue
             found.take(first, self.options[move], rank)
-            if n > 1 or rows is self.outer:
+            if n > 1 or rows is not self.inner:
                 found.stream[first + 1] = rank
             runs.append((first + 1, n - 1, m - self.sizes[move][0], rank, rows))
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ from tests.test_ops import NOTHING, REFUSED
 pytestmark = pytest.mark.torch
 COMPUTED = sorted(name for name, op in OPS.items() if not op.view)
 THERE, FAR = OnHost("torch:cpu"), Apart("far", "cpu")
+GPU = "cuda" if find_spec("torch") and kernels.torch().cuda.is_available() else None
+ELSEWHERE = (FAR, DEVICES_OF_TORCH[GPU]) if GPU else (FAR,)
+DEVICES = ("torch:cpu", GPU) if GPU else ("torch:cpu",)
 WORDS = "bal cem dis hor fin gut"
 SIZES = {"threads": 1, "sample_every": 0, "warmup_ratio": 0.0, "overwrite": True}
 
@@ -54,7 +58,7 @@ SIZES = {"threads": 1, "sample_every": 0, "warmup_ratio": 0.0, "overwrite": True
 @pytest.mark.parametrize("name", COMPUTED)
 def test_the_value_is_the_specification(name: str) -> None:
     """Also from a memory of its own."""
-    checks.passed(checked_values(name, (THERE, FAR)))
+    checks.passed(checked_values(name, (THERE, *ELSEWHERE)))
 
 
 @pytest.mark.parametrize("name", [n for n in COMPUTED if any(OPS[n].inplace.values())])
@@ -63,8 +67,10 @@ def test_in_place_gives_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_any_view_can_be_an_input(name: str) -> None:
-    assert bit_checks.check_strided(name, THERE) == REFUSED.get(name, set())
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_view_can_be_an_input(name: str, device: str) -> None:
+    on = DEVICES_OF_TORCH[device]
+    assert bit_checks.check_strided(name, on) == REFUSED.get(name, set())
 
 
 @pytest.mark.parametrize("name", [n for n in COMPUTED if OPS[n].optional])
@@ -76,7 +82,7 @@ def test_results_can_be_left_out(name: str) -> None:
 def test_axes_of_no_elements(name: str) -> None:
     graph = pt.Graph({"y": NOTHING[name]()})
     given = checks.values(graph)
-    for backend in (THERE, FAR):
+    for backend in (THERE, *ELSEWHERE):
         got = checks.run(graph, given, (backend,))
         checks.all_close(got, pt.interpret(graph, given), name)
 
@@ -89,7 +95,7 @@ def test_blocks_are_unpacked_bit_for_bit(dtype: Dtype) -> None:
     w = pt.constant("w", packed, dtype)
     graph = pt.Graph({"y": ops.cast(w, dtype=f32)})
     want = dequantize(packed)
-    for backend in (THERE, FAR):
+    for backend in (THERE, *ELSEWHERE):
         got = checks.run(graph, {}, (backend,))["y"]
         np.testing.assert_array_equal(
             got.view(np.int32)[~np.isnan(want)], want.view(np.int32)[~np.isnan(want)]
@@ -103,7 +109,7 @@ def test_an_input_with_an_axis_of_one_element_is_overwritten() -> None:
     graph = pt.Graph({"y": ops.sqr(wide)})
     given = values(graph)
     want = checks.run(graph, given)
-    for backend in (THERE, FAR):
+    for backend in (THERE, *ELSEWHERE):
         checks.all_close(checks.run(graph, given, (backend,)), want, backend.name)
 
 
@@ -124,7 +130,7 @@ def test_ids_outside_are_reported_as_on_the_cpu() -> None:
     w, ids = pt.weight("w", (4, 3)), pt.input("ids", (2,), pt.i32)
     graph = pt.Graph({"y": ops.get_rows(w, ids)})
     given = {"w": np.zeros((4, 3), np.float32), "ids": np.array([0, 4], np.int32)}
-    for backend in (backends.cpu, THERE, FAR):
+    for backend in (backends.cpu, THERE, *ELSEWHERE):
         with pytest.raises(
             IndexError, match="get_rows: index 4 at position 1 is outside the 4 rows"
         ):
@@ -213,7 +219,7 @@ def test_what_a_device_has_not_is_held_as_bytes() -> None:
 
 
 def test_what_is_missing_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    if not kernels.torch().cuda.is_available():
+    if not GPU:
         assert main(["check", "add", "--device", "cuda"]) == 2
         said = capsys.readouterr().err.strip()
         assert said.endswith("--device cuda: PyTorch finds no such device on this machine"), said
@@ -250,10 +256,11 @@ def close(got: np.ndarray, want: np.ndarray, count: int) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def test_training_is_that_of_the_cpu(folder: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_is_that_of_the_cpu(folder: Path, device: str) -> None:
     given = {"preset": "1m", "iters": 50, "ctx": 32, "batch_size": 4, "lr": 3e-4}
     want = losses("cpu", folder, **given)
-    close(losses("torch:cpu", folder, **given), want, 50)
+    close(losses(device, folder, **given), want, 50)
     assert want[-1] < 0.7 * want[0]
 
 
@@ -289,9 +296,10 @@ def written(base: Path, device: str) -> tuple[list[int], np.ndarray]:
     return list(ids), lost
 
 
-def test_lora_on_a_quantized_file_is_that_of_the_cpu(folder: Path, base: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_lora_on_a_quantized_file_is_that_of_the_cpu(folder: Path, base: Path, device: str) -> None:
     want = tuned(folder, base, "cpu", 50)
-    close(tuned(folder, base, "torch:cpu", 50), want, 50)
+    close(tuned(folder, base, device, 50), want, 50)
     assert want[-1] < 0.7 * want[0]
 
 
@@ -304,8 +312,9 @@ def test_lora_on_the_real_base_is_that_of_the_cpu(folder: Path) -> None:
     assert want[-1] < want[0]
 
 
-def test_generation_gives_the_same_tokens(base: Path) -> None:
-    (ids, lost), (want, losses) = (written(base, d) for d in ("torch:cpu", "cpu"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_generation_gives_the_same_tokens(base: Path, device: str) -> None:
+    (ids, lost), (want, losses) = (written(base, d) for d in (device, "cpu"))
     assert ids == want and len(ids) == 24
     np.testing.assert_allclose(lost, losses, rtol=1e-4, atol=1e-4)
 
@@ -321,8 +330,9 @@ def test_a_memory_apart_gives_the_same_bits(
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [n for n in CONFIGS if CONFIGS[n].block_count <= DEEP])
-def test_gradients_of_every_architecture(name: str) -> None:
+def test_gradients_of_every_architecture(name: str, device: str) -> None:
     config = CONFIGS[name]
     leaves = transformer.weights(config)
     made = transformer.loss(config, leaves, 2, 20, chunk=16)
@@ -331,7 +341,10 @@ def test_gradients_of_every_architecture(name: str) -> None:
     read = {leaf.label for leaf in graph.leaves}
     weights = {n: w for n, w in random_weights(config).items() if n in read}
     batch = models.batch(config, 2, 20)
-    got, want = (models.bind(graph, weights, backend=b)(batch) for b in (THERE, backends.cpu))
+    got, want = (
+        models.bind(graph, weights, backend=b)(batch)
+        for b in (DEVICES_OF_TORCH[device], backends.cpu)
+    )
     far = [n for n in want if checks.apart(got[n], want[n]) > checks.limit(got[n])]
     near = [n for n in want if n not in far]
     checks.all_close({n: got[n] for n in near}, {n: want[n] for n in near}, name)
@@ -409,11 +422,12 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
     assert any(most for _, most, _, _ in counts), "the meter saw nothing"
 
 
-def test_running_again_changes_nothing() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_running_again_changes_nothing(device: str) -> None:
     torch_threads = kernels.threads()
     kernels.set_threads(1)
     try:
-        assert steps(target("torch:cpu")) == steps(target("torch:cpu"))
+        assert steps(target(device)) == steps(target(device))
         np.testing.assert_allclose(steps(Target.of(FAR)), steps(backends.CPU), rtol=1e-5)
     finally:
         kernels.set_threads(torch_threads)

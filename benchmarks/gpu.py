@@ -1,12 +1,12 @@
 """A step on a device beside PyTorch: python -m benchmarks.gpu [--device cuda] [--preset 15m] [--rounds 20]
 
-    python -m benchmarks.gpu --base MODEL.gguf     also a LoRA step on a llama, beside that step as PEFT computes it
+    python -m benchmarks.gpu --base MODEL.gguf     a LoRA step on a llama, beside that step as PEFT computes it
+    python -m benchmarks.gpu --kernels [--precision bf16]   what kernels of our step take, by PyTorch's profiler
     python -m benchmarks.gpu --device torch:cpu --preset 1m --rounds 3       a dry run where there is no GPU
 
-All sides take the same steps of the same model on the same tokens, in this process, round by round: packtrain on the
-device, PyTorch eager, and PyTorch compiled. Seconds are medians, of which the host waits for the device; memory is the
-most that the allocator of the device had. On a machine without the device it says so and ends with exit code 1. It has
-not yet been run on a GPU by its authors.
+All sides take the same steps of the same model on the same tokens, each in a process of its own, round by round.
+Milliseconds are medians, of which the host waits for the device; memory is the most that PyTorch's allocator had of the
+device, arenas of ours included. On a machine without the device it says so and ends with exit code 1.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,127 +25,184 @@ import numpy as np
 from packtrain import kernels
 from packtrain.backends import target
 from packtrain.benching import training
+from packtrain.benching.peer import Peer, PeerFailed
 from packtrain.benching.timing import paired
-from packtrain.benching.torch_llama import Llama, Trained, Tuned, optimizer
+from packtrain.dtypes import PRECISIONS
 from packtrain.errors import InputError
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.models.file import open_model
 from packtrain.quant import dequantize
 
-WARM = 3  # rounds that do not count: compiling, and tables made once
-LIKE = 0.01  # by how much losses of the first step may differ, relatively
+WARM = 3  # steps that do not count: compiling, and tables made once
+LIKE = 0.02  # by how much losses of the first step may differ, relatively
 RANK, SCALE = 16, 2.0
+OURS, EAGER, COMPILED = "packtrain", "PyTorch eager", "PyTorch compiled"
+TF32 = "tf32"
+SIDES = (
+    *((OURS, precision) for precision in ("f32", "bf16x3", "bf16")),
+    (EAGER, "f32"),
+    *((COMPILED, precision) for precision in ("f32", TF32, "bf16")),
+)
+Turn = tuple[float, float, int]  # seconds, loss, bytes
 
 
 @dataclass
 class Side:
-    """What takes steps: `step` returns a loss when the step is done."""
+    """A program in a precision, and what its steps took."""
 
-    name: str
-    step: Callable[[], float]
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    nbytes: int = 0
+    program: str
+    precision: str
+    peer: Peer
+    turns: list[Turn] = field(default_factory=list)
 
-    def turn(self, peak: "Peak") -> None:
-        peak.begin()
-        begin = time.perf_counter()
-        self.losses.append(self.step())
-        self.seconds.append(time.perf_counter() - begin)
-        self.nbytes = max(self.nbytes, peak.end())
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for seconds, _, _ in self.turns[WARM:]]
 
+    def turn(self) -> None:
+        self.turns.append(self.peer())
 
-class Peak:
-    """The most bytes that the allocator of the device had; 0 where it has none."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda = kernels.torch().cuda if device.startswith("cuda") else None
-
-    def begin(self) -> None:
-        if self.cuda:
-            self.cuda.reset_peak_memory_stats()
-
-    def end(self) -> int:
-        if not self.cuda:
-            return 0
-        self.cuda.synchronize()
-        return int(self.cuda.max_memory_reserved())
+    def __str__(self) -> str:
+        return f"{self.program}, {self.precision}"
 
 
-# ---- sides ---------------------------------------------------------------------------------------------------
+# ---- in processes of their own ------------------------------------------------------------------------------
 
 
-def moved(device: str) -> str:
-    """PyTorch's name of the device."""
-    return "cpu" if device.startswith("torch:cpu") else device
+def taking_turns(device: str, preset: str, base: Path | None, program: str, precision: str) -> Any:
+    """A function that takes a step, and says what it took."""
+    step = ours if program == OURS else theirs
+    given = device, preset, base, precision
+    return timed(device, step(*given, *([program == COMPILED] if program != OURS else [])))
 
 
-def ours(made: training.Training) -> Side:
-    return Side("packtrain", made.step)
+def timed(device: str, step: Callable[[], float]) -> Callable[[], Turn]:
+    cuda = kernels.torch().cuda if device.startswith("cuda") else None
+
+    def turn() -> Turn:
+        began = time.perf_counter()
+        loss = step()
+        seconds = time.perf_counter() - began
+        return seconds, loss, int(cuda.max_memory_reserved()) if cuda else 0
+
+    return turn
 
 
-def theirs(model: Any, made: training.Training, device: str, compiled: bool) -> Side:
-    forward = torch_compile(model) if compiled else model
+def made(device: str, preset: str, base: Path | None, precision: str) -> training.Training:
+    if base is None:
+        return training.of_preset(preset, precision, device=device)
+    return training.of_base(base, precision=precision, device=device)
+
+
+def ours(device: str, preset: str, base: Path | None, precision: str) -> Callable[[], float]:
+    return made(device, preset, base, precision).step
+
+
+def theirs(
+    device: str, preset: str, base: Path | None, precision: str, compiled: bool
+) -> Callable[[], float]:
+    """The same step in PyTorch, which has weights unpacked, as transformers has those of a GGUF file."""
+    from packtrain.benching.torch_llama import Llama, Trained, Tuned, optimizer
+
+    torch = kernels.torch()
+    torch.set_float32_matmul_precision("high" if precision == TF32 else "highest")
+    there = "cpu" if device.startswith("torch:cpu") else device
+    if base is None:
+        config = PRESETS[preset]
+        batch = training.batch_of(config, training.ROWS[preset], config.context_length)
+        model: Any = Llama(config, transformer.initial(config), real=compiled)
+    else:
+        file = open_model(base)
+        config = file.config
+        batch = training.batch_of(config, 1, min(training.TIME, config.context_length))
+        values = {name: unpacked(array) for name, array in file.stored().items()}
+        model = Tuned(config, values, RANK, SCALE, real=compiled)
+    model = model.to(there)
+    run = torch.compile(model) if compiled else model
+    half = precision == "bf16"
+
+    def forward(*given: Any) -> Any:
+        with torch.autocast(there.partition(":")[0], torch.bfloat16) if half else nullcontext():
+            return run(*given)
+
     trained = Trained(model, optimizer(model, training.LR), training.MAX_NORM, forward)
-    name = "PyTorch, compiled" if compiled else "PyTorch, eager"
-    return Side(name, lambda: trained.step(made.batches, training.LR))
-
-
-def torch_compile(model: Any) -> Any:
-    return kernels.torch().compile(model)
-
-
-def training_sides(device: str, preset: str) -> Iterator[Side]:
-    """A step of `packtrain train --preset`."""
-    made = training.of_preset(preset, device=device)
-    yield ours(made)
-    values = transformer.initial(PRESETS[preset])
-    for compiled in (False, True):
-        model = Llama(PRESETS[preset], values, real=compiled).to(moved(device))
-        yield theirs(model, made, device, compiled)
-
-
-def tuning_sides(device: str, base: Path) -> Iterator[Side]:
-    """A LoRA step; PyTorch has the weights unpacked, as transformers has those of a GGUF file. Raises InputError."""
-    model = open_model(base)
-    if model.config.architecture != "llama":
-        raise InputError(
-            f"--base: {base} is of {model.config.architecture}; the peer here is a llama"
-        )
-    made = training.of_base(base, device=device)
-    yield ours(made)
-    values = {name: unpacked(array) for name, array in model.stored().items()}
-    for compiled in (False, True):
-        peer = Tuned(model.config, values, RANK, SCALE, real=compiled).to(moved(device))
-        yield theirs(peer, made, device, compiled)
+    return lambda: trained.step([batch], training.LR)
 
 
 def unpacked(array: np.ndarray) -> np.ndarray:
     return dequantize(array) if array.dtype.names else array.astype(np.float32)
 
 
-# ---- a comparison --------------------------------------------------------------------------------------------
+# ---- a comparison -------------------------------------------------------------------------------------------
 
 
-def compared(title: str, sides: Sequence[Side], rounds: int, device: str) -> bool:
-    """Print the table; whether the losses of the first step agree."""
-    peak = Peak(device)
-    for number in range(WARM + rounds):
-        for side in sides:
-            side.turn(peak)
-            if number < WARM:
-                side.seconds.clear()
+def compared(title: str, sides: list[Side], rounds: int) -> bool:
+    """Print the table; whether the losses of the first step agree. A side that fails is left out, and said."""
+    with ExitStack() as stack, ThreadPoolExecutor(len(sides)) as pool:
+        for side, why in [*pool.map(lambda side: started(side, stack), sides)]:
+            if why:
+                print(f"{side} failed: {why}")
+                sides.remove(side)
+        for _ in range(rounds):
+            for side in sides:
+                side.turn()
+    print(*lines_of(title, sides), sep="\n", flush=True)
+    first = sides[0].turns[0][1]
+    return all(abs(side.turns[0][1] / first - 1) <= LIKE for side in sides)
+
+
+def started(side: Side, stack: ExitStack) -> tuple[Side, str]:
+    """Start its process and take the steps that do not count, which may go on beside those of others."""
+    try:
+        stack.enter_context(side.peer)
+        for _ in range(WARM):
+            side.turn()
+    except PeerFailed as error:
+        return side, str(error)
+    return side, ""
+
+
+def lines_of(title: str, sides: Sequence[Side]) -> Iterator[str]:
+    yield title
+    yield "| program | precision | ms | packtrain in f32 is so many times as fast | MiB | first loss |"
+    yield "|---|---|---|---|---|---|"
     first = sides[0]
-    print(f"{title} on {device}")
-    print("| | seconds a step | packtrain is so many times as fast | MiB | first loss |")
-    print("|---|---|---|---|---|")
     for side in sides:
-        took = statistics.median(side.seconds)
+        _, loss, _ = side.turns[0]
+        nbytes = side.turns[-1][2]
         times = "" if side is first else f"{paired(first.seconds, side.seconds):.2f}"
-        mib = f"{side.nbytes / 2**20:,.0f}" if side.nbytes else "not counted"
-        print(f"| {side.name} | {took:.4f} | {times} | {mib} | {side.losses[0]:.4f} |")
-    return all(abs(s.losses[0] / first.losses[0] - 1) <= LIKE for s in sides)
+        mib = f"{nbytes / 2**20:,.0f}" if nbytes else "not counted"
+        took = 1e3 * statistics.median(side.seconds)
+        yield f"| {side.program} | {side.precision} | {took:.2f} | {times} | {mib} | {loss:.4f} |"
+
+
+def kernels_of(step: Callable[[], float], most: int = 20) -> Iterator[str]:
+    """Microseconds of the kernels of one step, those that take most first."""
+    torch = kernels.torch()
+    for _ in range(WARM):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    found = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)
+    total = sum(one.self_device_time_total for one in found)
+    yield f"{sum(one.count for one in found)} kernels and copies, {total:,.0f} us"
+    for one in found[:most]:
+        yield f"{one.self_device_time_total:9,.0f} us {one.count:5d} x {one.key[:90]}"
+
+
+def sides_of(device: str, preset: str, base: Path | None) -> list[Side]:
+    """Those that the device has: in other precisions than f32 only on `cuda`."""
+    names = [one for one in SIDES if one[1] == "f32" or device.startswith("cuda")]
+    given = device, preset, base
+    return [Side(*one, Peer("benchmarks.gpu", "taking_turns", *given, *one)) for one in names]
+
+
+def checked(base: Path | None) -> None:
+    """Raise InputError for a base that the peer has no model of."""
+    if base is not None and (kind := open_model(base).config.architecture) != "llama":
+        raise InputError(f"--base: {base} is of {kind}; the peer here is a llama")
 
 
 def main() -> int:
@@ -152,17 +211,21 @@ def main() -> int:
     parser.add_argument("--preset", default="15m", choices=[*training.ROWS])
     parser.add_argument("--base", type=Path)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--precision", default="f32", choices=PRECISIONS)
     given = parser.parse_args()
     try:
         if given.device.partition(":")[0] not in ("cuda", "mps", "torch"):
             raise InputError(f"--device {given.device}: it must be cuda, mps or torch:cpu")
         target(given.device)
-        sides = [*training_sides(given.device, given.preset)]
-        alike = compared(f"a step of {given.preset}", sides, given.rounds, given.device)
-        if given.base is not None:
-            sides = [*tuning_sides(given.device, given.base)]
-            title = f"a LoRA step on {given.base.name}"
-            alike &= compared(title, sides, given.rounds, given.device)
+        checked(given.base)
+        if given.kernels:
+            step = ours(given.device, given.preset, given.base, given.precision)
+            print(*kernels_of(step), sep="\n")
+            return 0
+        what = given.preset if given.base is None else f"LoRA on {given.base.name}"
+        sides = sides_of(given.device, given.preset, given.base)
+        alike = compared(f"a step of {what} on {given.device}", sides, given.rounds)
     except InputError as error:
         print(f"benchmarks.gpu: {error}; nothing was measured", file=sys.stderr)
         return 1

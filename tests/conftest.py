@@ -20,6 +20,7 @@ SHARED = Path(__file__).parent.parent.parent / "shared/data"
 NEEDS = {
     "shared": (SHARED.exists(), "no shared data beside the checkout"),
     "torch": (find_spec("torch") is not None, "PyTorch is not installed"),
+    "triton": (find_spec("triton") is not None, "Triton is not installed"),
     "pyarrow": (find_spec("pyarrow") is not None, "the extra `data` is not installed"),
     "grammar": (find_spec("llguidance") is not None, "the extra `grammar` is not installed"),
     "browser": (browser_path() is not None, "Playwright or a browser is not installed"),

@@ -146,7 +146,7 @@ def test_ids_are_checked_between_two_graphs(cuda: Cuda) -> None:
         with pt.debug("norecord"):
             alone = Session().executor(place(pt.Graph({"y": y}), Target.of(FAR)))(given)
         assert np.array_equal(run(given)["y"], alone["y"])
-    assert len(cuda.graphs) == 2 and cuda.replays == 4
+    assert len(cuda.graphs) == 1 + 2 and cuda.replays == 4  # the first keeps the pool
     with pytest.raises(IndexError, match="index 4 at position 1 is outside"):
         run({"ids": np.array([0, 4], np.int32), "x": x})
 
@@ -168,7 +168,7 @@ def test_copies_from_another_memory_are_between_graphs(cuda: Cuda) -> None:
     for start in range(3):
         x0 = np.arange(start, start + 12, dtype=np.float32).reshape(4, 3)
         assert np.array_equal(run({"x": x0})["y"], x0)
-    assert len(placed.copies) >= 1 and len(cuda.graphs) == 2
+    assert len(placed.copies) >= 1 and len(cuda.graphs) == 1 + 2
 
 
 def test_sums_leave_for_other_ranks_when_the_graph_that_makes_them_has_run(
@@ -215,7 +215,7 @@ def test_which_calls_need_the_host() -> None:
     for t in (ops.silu(x), ops.get_rows(x, ids), ops.rope_table(pos, dims=8, base=1e4)):
         assert t.call is not None
         found[t.call.op.name] = measured(t.call.op, t.call.inputs, t.call.attrs).alone
-    assert found == {"silu": True, "get_rows": False, "rope_table": False}
+    assert found == {"silu": True, "get_rows": False, "rope_table": True}
 
 
 def test_a_plan_bound_anew_is_recorded_anew(cuda: Cuda) -> None:
@@ -229,4 +229,4 @@ def test_a_plan_bound_anew_is_recorded_anew(cuda: Cuda) -> None:
     session.executor(place(big, Target.of(FAR)))
     again = [run(given)["y"] for _ in range(3)]
     assert all(np.array_equal(one, first[0]) for one in (*first, *again))
-    assert len(cuda.graphs) == 4
+    assert len(cuda.graphs) == 1 + 4

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from packtrain.backends.caching import Trace
-from packtrain.backends.host import Inputs
+from packtrain.backends.host import Inputs, Made
 from packtrain.dtypes import Dtype, bf16, u8
 from packtrain.ops.torch import ASKED, Blocks, torch
 from packtrain.tensor import Op, Spec
@@ -49,35 +49,38 @@ def temporaries(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tupl
     return (Spec((nbytes,), u8),) if nbytes else ()
 
 
-def measured(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Measured:
-    """Of a call; measured once for each op, specs and attributes."""
+def measured(
+    op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], kernel: str = "torch"
+) -> Measured:
+    """Of a call by this kernel; measured once for each op, specs and attributes."""
     given = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
-    key = op.name, given, tuple(attrs.items())
+    key = op.name, kernel, given, tuple(attrs.items())
     if key not in KNOWN:
-        KNOWN[key] = _measured(op, inputs, attrs)
+        KNOWN[key] = _measured((op, inputs, attrs), kernel)
     return KNOWN[key]
 
 
-def _measured(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Measured:
+def _measured(call: Made, kernel: str) -> Measured:
     """On tensors without values; with them, zeros, if the kernel looks at values."""
     try:
-        made, needs = _watched(op, inputs, attrs)
+        made, needs = _watched(call, kernel)
         if needs:  # a table of a kernel's is brought once, and kept
-            _, needs = _watched(op, inputs, attrs)
+            _, needs = _watched(call, kernel)
     except (RuntimeError, NotImplementedError):
-        made, needs = _run(op, inputs, attrs, "cpu"), 1
+        made, needs = _run(call, "torch", "cpu"), 1
     return Measured(made.most, not needs, tuple(made.trace))
 
 
-def _watched(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Any, int]:
+def _watched(call: Made, kernel: str) -> tuple[Any, int]:
     """A meter of what it makes, and how often it looks at values or brings some."""
     before = ASKED["times"]
     with bringing()() as brought:
-        made = _run(op, inputs, attrs, "meta")
+        made = _run(call, kernel, "meta")
     return made, ASKED["times"] - before + brought.times
 
 
-def _run(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], device: str) -> Any:
+def _run(call: Made, kernel: str, device: str) -> Any:
+    op, inputs, attrs = call
     given = [t and empty(t.spec, t.strides, device) for t in inputs]
     ruled = op.rule(*inputs, **attrs)
     specs = ruled if isinstance(ruled, tuple) else (ruled,)
@@ -85,7 +88,7 @@ def _run(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], device: str) -
     fresh = [empty(spec, spec.strides, device) for spec in specs[len(wrote) :]]
     results = (*wrote, *fresh)
     with meter()() as count:
-        op.kernels["torch"].run(
+        op.kernels[kernel].run(
             results if len(results) > 1 or op.writes else results[0], *given, **attrs
         )
     return count

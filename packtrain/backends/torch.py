@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain import kernels
+from packtrain import gpu, kernels
 from packtrain.backends import streams
 from packtrain.backends.caching import CONFIG, Trace, buffers_nbytes, pool_nbytes, room_nbytes
 from packtrain.backends.host import (
@@ -36,13 +36,14 @@ from packtrain.ops.torch import Blocks, torch
 from packtrain.tensor import Kernel, Op, Spec
 
 NAME = "torch"  # of the kernels
+CUDA = "cuda"  # of those in Triton, which are taken first where they run
 DONTNEED = 4  # of mman.h
 TYPES = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
 
 
-def kernel_of(op: Op[..., Any], convert: Any) -> Kernel | None:
+def kernel_of(op: Op[..., Any], convert: Any, name: str = NAME) -> Kernel | None:
     """The op's kernel; of the first call, arrays become tensors, which are kept for later calls."""
-    known = op.kernels.get(NAME)
+    known = op.kernels.get(name)
     return known and Kernel(_launched(known.run, convert), known.strided)
 
 
@@ -172,6 +173,7 @@ class Apart:
     name: str
     device: str
     alignment: int = 512
+    fused: bool = False  # whether it runs kernels in Triton
 
     @property
     def space(self) -> str:
@@ -187,7 +189,14 @@ class Apart:
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
         _as_many_threads()
         unknown = any(t is not None and self._only_bytes(t.dtype) for t in inputs)
-        return None if unknown else kernel_of(op, lambda x: x)
+        return None if unknown else kernel_of(op, lambda x: x, self._named(op))
+
+    def _named(self, op: Op[..., Any]) -> str:
+        """Which of the op's kernels it runs."""
+        return CUDA if self.fused and CUDA in op.kernels else NAME
+
+    def _measured(self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Measured:
+        return measured(op, inputs, attrs, self._named(op))
 
     def _only_bytes(self, dtype: Dtype) -> bool:
         """Whether PyTorch has no such type there: `mps` has no f64."""
@@ -199,7 +208,7 @@ class Apart:
         return ()  # PyTorch has a pool for what kernels make
 
     def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
-        found = [measured(*one) for one in made if NAME in one[0].kernels]
+        found = [self._measured(*one) for one in made if NAME in one[0].kernels]
         if self.device == "cpu":  # malloc keeps nothing
             return max((one.nbytes for one in found), default=0)
         times = 1 if cuda_of(self.device) is None else 2  # graphs have a pool of their own
@@ -208,7 +217,7 @@ class Apart:
 
     def reserve(self, made: Iterable[Made]) -> None:
         if cuda_of(self.device) is not None:
-            found = traces_of(measured(*one) for one in made if NAME in one[0].kernels)
+            found = traces_of(self._measured(*one) for one in made if NAME in one[0].kernels)
             make_room(self.device, room_nbytes(found))
 
     @property
@@ -284,7 +293,7 @@ class Apart:
         streams.lock(self.device, buffer)
 
     def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
-        alone = [one is not None and measured(*one).alone for one in made]
+        alone = [one is not None and self._measured(*one).alone for one in made]
         return recorded(self.device, calls, alone)
 
 
@@ -311,7 +320,9 @@ class _Asked(dict[str, Backend]):
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
         _warm()
         device = "cpu" if kind == "cpu" else name
-        return self.setdefault(name, OnHost(name) if name == "torch:cpu" else Apart(name, device))
+        fused = kind == "cuda" and gpu.there()
+        apart = Apart(name, device, fused=fused)
+        return self.setdefault(name, OnHost(name) if name == "torch:cpu" else apart)
 
 
 def _there(kind: str, number: int) -> bool:

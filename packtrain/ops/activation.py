@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from packtrain import kernels
+from packtrain import gpu, kernels
 from packtrain.dtypes import f32, i64
 from packtrain.kernels.counter import uniform_numpy
 from packtrain.ops.arrays import again, flat
@@ -150,6 +150,8 @@ def geglu_back_torch(out, dy, gate, up):
     out[1].copy_(dup)
 
 
+for _gated in (swiglu, swiglu_back, geglu, geglu_back):
+    _gated.kernel("cuda")(gpu.late("elementwise", _gated.name))
 geglu.samples(_samples(geglu, "gate", "up"))
 geglu_back.samples(_samples(geglu_back, "dy", "gate", "up"))
 geglu.cost(elementwise())

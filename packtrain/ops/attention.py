@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from packtrain import kernels
+from packtrain import gpu, kernels
 from packtrain.dtypes import f16, f32, i32
 from packtrain.ops import torch_attention
 from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
@@ -183,6 +183,7 @@ def attention_cpu(out, q, k, v, *where, scale, window, softcap):
 
 
 attention.kernel("torch")(torch_attention.attention)
+attention.kernel("cuda")(gpu.late("attention", "attention"))
 
 
 def _samples():
@@ -294,6 +295,7 @@ def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap,
 
 
 attention_back.kernel("torch")(torch_attention.attention_back)
+attention_back.kernel("cuda")(gpu.late("attention_back", "attention_back"))
 
 
 @attention_back.cost

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from packtrain import kernels, quant
+from packtrain import gpu, kernels, quant
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops.arrays import again, flat, floats, packed, start_with, table
 from packtrain.ops.costs import Cost
@@ -13,6 +13,7 @@ from packtrain.ops.torch import start_with as begin_with
 from packtrain.ops.torch import table as table_of
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
+ADD_ROWS = gpu.late("rows", "add_rows")
 Q8_0 = BLOCK_TYPES["q8_0"]
 
 
@@ -134,8 +135,11 @@ def get_rows_back_torch(dw, dy, ids, acc, *, shape):
     check_ids("get_rows_back", ids, len(dw))
     begin_with(dw, acc)
     ids = ids.view(-1)
-    rows = table_of(dy, dy.ndim - dw.ndim + 1).masked_fill((ids < 0)[:, None], 0)
-    if dw.numel():
+    rows = table_of(dy, dy.ndim - dw.ndim + 1)
+    if dw.numel() and gpu.here(dw):
+        ADD_ROWS(table_of(dw, 1), rows, ids)
+    elif dw.numel():
+        rows = rows.masked_fill((ids < 0)[:, None], 0)
         table_of(dw, 1).index_add_(0, ids.clamp(min=0), rows)
 
 

@@ -284,6 +284,7 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, 
 
 
 linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)
+linear_cross_entropy.kernel("cuda")(torch_loss.fused)
 
 
 @linear_cross_entropy.cost

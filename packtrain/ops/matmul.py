@@ -1,6 +1,7 @@
 """Matrix products, with weights in any readable type."""
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from packtrain.ops.arrays import (
 )
 from packtrain.ops.reduce import sum_like
 from packtrain.ops.shape import transpose
-from packtrain.ops.torch import add_product, add_product_back, multiply
+from packtrain.ops.torch import CHUNK, LARGE, add_product, add_product_back, multiply
 from packtrain.ops.torch import rows as rows_of
 from packtrain.ops.torch import start_with as begin_with
 from packtrain.ops.torch import times as times_in
@@ -118,17 +119,18 @@ def matmul_cpu(y, x, w, acc, precision, work=()):
     return None
 
 
-def matmul_torch(y, x, w, acc, precision):
+def matmul_torch(y, x, w, acc, precision, part=CHUNK):
     if w.ndim > 2:
         product = times_in(x, w.mT, precision)
         y.copy_(product if acc is None else product.add_(acc))
         return
     if acc is not None:
         begin_with(y, acc)
-    add_product(rows_of(y), rows_of(x), w, precision, fresh=acc is None)
+    add_product(rows_of(y), rows_of(x), w, precision, fresh=acc is None, part=part)
 
 
 matmul.kernel("torch", strided=_is_matrix)(matmul_torch)
+matmul.kernel("cuda", strided=_is_matrix)(partial(matmul_torch, part=LARGE))
 
 
 def _product(y, x, w, how, work):
@@ -227,10 +229,13 @@ def matmul_back_cpu(dx, dy, w, acc, precision):
 
 
 @matmul_back.kernel("torch")
-def matmul_back_torch(dx, dy, w, acc, precision):
+def matmul_back_torch(dx, dy, w, acc, precision, part=CHUNK):
     if acc is not None:
         begin_with(dx, acc)
-    add_product_back(rows_of(dx), rows_of(dy), w, precision, fresh=acc is None)
+    add_product_back(rows_of(dx), rows_of(dy), w, precision, fresh=acc is None, part=part)
+
+
+matmul_back.kernel("cuda")(partial(matmul_back_torch, part=LARGE))
 
 
 @matmul_back.cost

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from packtrain import kernels
+from packtrain import gpu, kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import again, flat_or_absent, rows, rows_or_absent
 from packtrain.ops.costs import elementwise
@@ -68,6 +68,9 @@ def rms_norm_torch(y, x, w, *, eps):
     torch.mul(x, r, out=y)
     if w is not None:
         y.mul_(w)
+
+
+rms_norm.kernel("cuda")(gpu.late("norm", "rms_norm"))
 
 
 def _mean_torch(x):
@@ -144,6 +147,7 @@ def rms_norm_back_torch(out, dy, x, w, acc, *, eps):
         dx.copy_(from_dy if acc is None else from_dy.add_(acc))
 
 
+rms_norm_back.kernel("cuda")(gpu.late("norm", "rms_norm_back"))
 rms_norm_back.cost(elementwise(1.4))
 
 

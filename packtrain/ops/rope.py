@@ -1,10 +1,11 @@
 """Rotary position embedding: a table of rotations, computed once per step, and the rotation of queries and keys."""
 
 import math
+from functools import cache
 
 import numpy as np
 
-from packtrain import kernels
+from packtrain import gpu, kernels
 from packtrain.dtypes import f32, i32
 from packtrain.ops.arrays import again
 from packtrain.ops.costs import Cost
@@ -79,13 +80,17 @@ def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, gr
     return call if factors is None else None
 
 
+@cache
+def _frequencies_on(device, *how):
+    return torch.tensor(_frequencies(None, *how).tolist(), dtype=torch.float64, device=device)
+
+
 @rope_table.kernel("torch")
 def rope_table_torch(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     pos = pos.cpu() if pos.is_mps else pos  # which has no f64
-    plain = _frequencies(None, dims, base, divisor, blend).tolist()
-    frequencies = torch.tensor(plain, dtype=torch.float64, device=pos.device)
+    frequencies = _frequencies_on(pos.device, dims, base, divisor, blend)
     if factors is not None:
-        frequencies /= factors.to(pos.device)
+        frequencies = frequencies / factors.to(pos.device)
     rate, length, offset = growth
     angles = pos[..., None].double() * frequencies
     by = magnitude * (1 + rate * ((pos + offset) // length).double().log1p())[..., None]
@@ -184,6 +189,9 @@ def rope_torch(y, x, table, *, neox, inverse):
     turned = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
     y.copy_(x)
     y[..., : 2 * half].unflatten(-1, parts).copy_(turned)
+
+
+rope.kernel("cuda")(gpu.late("elementwise", "rope"))
 
 
 @rope.cost

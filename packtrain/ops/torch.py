@@ -8,11 +8,13 @@ import math
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from packtrain import kernels
+from packtrain import gpu, kernels
 from packtrain.dtypes import Dtype
 from packtrain.ops.arrays import factors
 
 CHUNK = 1 << 20  # values that are computed at a time, where a whole tensor has no room twice
+LARGE = 1 << 24  # the same on a GPU, which fewer would not fill
+SPLIT = gpu.late("elementwise", "split")
 ALL = 1 << 32  # ids are below it
 # of kernels.counter, as signed words
 GOLDEN, FIRST, SECOND = (
@@ -163,17 +165,22 @@ def rounded(x):
     return x if x.dtype != torch.float32 else x.bfloat16().float()
 
 
-def add_product(y, x, w, precision="f32", *, fresh):
-    """y (M, N) = x (M, K) @ w (N, K).T, added to y unless it is `fresh`; packed w is unpacked a part at a time."""
+def halves(x):
+    """The same, as bf16 where PyTorch multiplies that and sums in f32: on `cuda`."""
+    return x.bfloat16() if x.is_cuda and x.dtype == torch.float32 else rounded(x)
+
+
+def add_product(y, x, w, precision="f32", *, fresh, part=CHUNK):
+    """y (M, N) = x (M, K) @ w (N, K).T, added to y unless it is `fresh`; packed w is unpacked a `part` at a time."""
     if not isinstance(w, Blocks) and w.dtype == torch.float32:
         multiply(y, x, w.mT, fresh, precision)
         return
     n, k = w.shape
-    for start, end in spans(n, CHUNK // max(k, 1), x):
+    for start, end in spans(n, part // max(k, 1), x):
         multiply(y[:, start:end], x, real(w[start:end]).mT, fresh, precision)
 
 
-def add_product_back(y, x, w, precision="f32", *, fresh):
+def add_product_back(y, x, w, precision="f32", *, fresh, part=CHUNK):
     """y (M, K) = x (M, N) @ w (N, K), in the same way."""
     if not isinstance(w, Blocks) and w.dtype == torch.float32:
         multiply(y, x, w, fresh, precision)
@@ -181,16 +188,25 @@ def add_product_back(y, x, w, precision="f32", *, fresh):
     n, k = w.shape
     if fresh:
         y.zero_()
-    for start, end in spans(n, CHUNK // max(k, 1), x):
+    for start, end in spans(n, part // max(k, 1), x):
         multiply(y, x[:, start:end], real(w[start:end]), False, precision)
 
 
+def parts_of(a, b, precision):
+    """Pairs whose products are summed."""
+    if precision == "bf16x3" and gpu.here(a) and a.dtype == b.dtype == torch.float32:
+        (high, low), (other, rest) = SPLIT(a), SPLIT(b)
+        return (high, rest), (low, other), (high, other)
+    return factors(a, b, precision, halves)
+
+
 def multiply(y, a, b, fresh, precision="f32"):
-    for x, w in factors(a, b, precision, rounded):
+    for x, w in parts_of(a, b, precision):
+        wide = {} if x.dtype == y.dtype else {"out_dtype": y.dtype}
         if fresh:
-            torch.mm(x, w, out=y)
+            torch.mm(x, w, out=y, **wide)
         else:
-            y.addmm_(x, w)
+            torch.addmm(y, x, w, out=y, **wide)
         fresh = False
 
 

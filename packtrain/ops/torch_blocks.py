@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from packtrain import gpu
 from packtrain.ops.torch import CHUNK, spans, torch
 from packtrain.types.words import Code, Word
 
+FUSED = gpu.late("unpack", "unpacked")
 SMALLEST = 2.9387359e-39  # the reciprocal of smaller values is infinite
 
 
@@ -35,9 +37,11 @@ def unpack(y, w):
         if y.is_contiguous()
         else torch.empty((len(raw), w.dtype.block), dtype=torch.float32, device=raw.device)
     )
-    run = words_of(w.dtype.code["unpack"])
-    for start, end in spans(len(raw), CHUNK // w.dtype.block, raw):
-        run(At(values[start:end]), At(raw[start:end]), 1)
+    code = w.dtype.code["unpack"]
+    if not (gpu.here(raw) and FUSED(values, raw, code)):
+        run = words_of(code)
+        for start, end in spans(len(raw), CHUNK // w.dtype.block, raw):
+            run(At(values[start:end]), At(raw[start:end]), 1)
     if not y.is_contiguous():
         y.copy_(values.view(y.shape))
 

@@ -1,6 +1,9 @@
 """Cross-entropy by PyTorch: see `loss`."""
 
+from packtrain import gpu
 from packtrain.ops.torch import (
+    CHUNK,
+    LARGE,
     add_product,
     add_product_back,
     check_ids,
@@ -47,7 +50,11 @@ def _turn(p, at, ignored, weights):
     p.mul_(weights).scatter_add_(1, at, -weights)
 
 
-def linear_cross_entropy(out, x, w, targets, weights, b, *, chunk, softcap, precision):
+def linear_cross_entropy(
+    out, x, w, targets, weights, b, *, chunk, softcap, precision, rated=None, part=CHUNK
+):
+    """rated  what makes losses of logits, and of these their gradients; None: `_rated`
+    part   values of a packed w that are unpacked at a time"""
     _check("linear_cross_entropy", targets, w.shape[0])
     loss, losses, right, dx, *of_w = out
     db = None if b is None else of_w.pop()
@@ -58,15 +65,32 @@ def linear_cross_entropy(out, x, w, targets, weights, b, *, chunk, softcap, prec
     flat = [None if t is None else t.view(-1) for t in (losses, right, targets, weights)]
     by_row = *flat[:2], None if dx is None else rows(dx), rows(x), *flat[2:]
     for start, end in spans(len(flat[0]), chunk, x):
-        part = (None if t is None else t[start:end] for t in by_row)
-        _head(*part, dw, db, w, b, softcap, precision)
+        given = (None if t is None else t[start:end] for t in by_row)
+        _head(rated or _rated, part, *given, dw, db, w, b, softcap, precision)
     _whole(loss, losses, weights)
 
 
-def _head(losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
+def fused(out, *given, **how):
+    """The same with a kernel in Triton."""
+    linear_cross_entropy(out, *given, **how, rated=gpu.late("head", "rated"), part=LARGE)
+
+
+def _head(rated, part, losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
     """Some rows of it."""
     logits = torch.empty((len(x), w.shape[0]), dtype=x.dtype, device=x.device)
-    add_product(logits, x, w, precision, fresh=True)
+    add_product(logits, x, w, precision, fresh=True, part=part)
+    back = dx is not None or dw is not None or db is not None
+    d = rated(logits, losses, right, targets, weights, b, softcap, back)
+    if db is not None:
+        db.add_(d.sum(0))
+    if dx is not None:
+        add_product_back(dx, d, w, precision, fresh=True, part=part)
+    if dw is not None:
+        multiply(dw, d.mT, x, False, precision)
+
+
+def _rated(logits, losses, right, targets, weights, b, softcap, back):
+    """Losses of rows of logits, which of them are right, and with `back` the gradients of the products."""
     if b is not None:
         logits.add_(b)
     at, ignored = _at(targets)
@@ -77,15 +101,7 @@ def _head(losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precisi
         logits.div_(softcap).tanh_().mul_(softcap)
     denominator = logits.logsumexp(-1, keepdim=True)
     losses.copy_((denominator - logits.gather(1, at))[:, 0].masked_fill_(ignored, 0))
-    if dx is None and dw is None and db is None:
-        return
-    d = _dlogits(logits, denominator, at, ignored, weights, softcap)
-    if db is not None:
-        db.add_(d.sum(0))
-    if dx is not None:
-        add_product_back(dx, d, w, precision, fresh=True)
-    if dw is not None:
-        multiply(dw, d.mT, x, False, precision)
+    return _dlogits(logits, denominator, at, ignored, weights, softcap) if back else None
 
 
 def _dlogits(logits, denominator, at, ignored, weights, softcap):

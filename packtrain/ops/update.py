@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from packtrain import kernels
+from packtrain import gpu, kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import elementwise
@@ -47,6 +47,7 @@ def sum_squares_torch(y, x, acc):
     y.copy_(total if acc is None else total.add_(acc))
 
 
+sum_squares.kernel("cuda")(gpu.late("update", "sum_squares"))
 sum_squares.cost(elementwise(2.5))  # in f64
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from packtrain import kernels, ops
+from packtrain import gpu, kernels, ops
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat, floats
 from packtrain.ops.costs import Cost
@@ -25,6 +25,7 @@ from packtrain.optim.weights import (
 from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
+GPU_ADAMW = gpu.late("update", "adamw")
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - beta2**t")
 
 
@@ -141,6 +142,14 @@ def opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, *, decay, stream):
         step = (first / c1).mul_(lr).div_((second / c2).sqrt_().add_(eps))
         kept = real(part) * (1 - lr * weight_decay * decay)
         write_torch(part, kept.sub_(step), key, stream, start, fine)
+
+
+@opt_step_adamw.kernel("cuda")
+def opt_step_adamw_cuda(out, w, g, m, v, hyper, gate, key, *, decay, stream):
+    if key is None:
+        GPU_ADAMW(w, g, m, v, hyper, gate, decay)
+    else:
+        opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, decay=decay, stream=stream)
 
 
 @opt_step_adamw.cost

@@ -381,10 +381,10 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
 
 
 def check_precision(precision: str, device: str) -> None:
-    """Raise InputError for a precision that this CPU has not."""
-    if precision == "bf16x3" and device != "cpu":
+    """Raise InputError for a precision that the device has not, or without gain."""
+    if precision == "bf16x3" and device != "cpu" and not device.startswith("cuda"):
         raise InputError(
-            "--precision bf16x3: for CPUs, where AMX makes it faster than f32; leave it out"
+            f"--precision bf16x3: not faster than f32 on {device}, but on CPUs with AMX and on cuda; leave it out"
         )
     if device == "cpu" and not multiplies(precision):
         absent = "no AVX512_BF16" if precision == "bf16" else "no AMX, or Linux refuses it"

@@ -114,7 +114,8 @@ class RunSettings:
     precision: str = TRAINING(
         "f32",
         "of matrix products: bf16 rounds their factors, sums and everything else stay in f32; two to three times as"
-        " fast, on CPUs with AVX512_BF16; bf16x3 takes factors as sums of two bf16: nearly f32 and faster, with AMX",
+        " fast, on CPUs with AVX512_BF16 and on cuda; bf16x3 takes factors as sums of two bf16: nearly f32 and faster,"
+        " with AMX and on cuda",
         choices=PRECISIONS,
     )
     flash_attn: str = TRAINING(AUTO, FLASH, flags="-fa", choices=MODES)

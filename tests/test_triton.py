@@ -1,0 +1,39 @@
+"""Kernels in Triton, without a GPU: run by its interpreter, and compiled for one. See triton_child."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import packtrain.optim  # noqa: F401  its ops are tested as all others
+from packtrain.tensor import OPS
+
+pytestmark = [pytest.mark.triton, pytest.mark.torch]
+FUSED = sorted(name for name, op in OPS.items() if "cuda" in op.kernels)
+WITHIN = ["cast", "get_rows_back"]  # whose kernels of PyTorch call some in Triton
+
+
+def child(what: str, *names: str) -> list[str]:
+    """What it says of each op."""
+    given = {**os.environ, "TRITON_INTERPRET": str(int(what == "values"))}
+    command = [sys.executable, "-m", "tests.triton_child", what, *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=given)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", FUSED + WITHIN)
+def test_the_value_is_the_specification(name: str) -> None:
+    assert child("values", name) == [f"{name} as specified"]
+
+
+def test_all_are_compiled_for_an_h100() -> None:
+    said = child("compile", *FUSED)
+    assert [line.split()[0] for line in said] == FUSED
+    assert sum(int(line.split()[1]) for line in said) > 40
+
+
+def test_a_wrong_kernel_is_found() -> None:
+    with pytest.raises(AssertionError, match="swiglu sample 0"):
+        child("fault", "swiglu")

@@ -1,0 +1,106 @@
+"""python -m tests.triton_child values|compile OP...: kernels in Triton without a GPU.
+
+values   run by Triton's interpreter (TRITON_INTERPRET=1) beside the specification, in a memory apart
+compile  of samples, for an H100 (sm_90): what the interpreter lets pass, the compiler may refuse
+fault    values, where gated activations write nothing
+
+Prints a line for each op, and ends with 1 at the first that fails.
+"""
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import packtrain as pt
+import packtrain.optim
+from packtrain import gpu, ops
+from packtrain.backends.temporaries import measured
+from packtrain.backends.torch import Apart
+from packtrain.checking.cases import checked_values
+from packtrain.checking.samples import samples, typed
+from packtrain.tensor import OPS, Call
+from tests import checks
+
+TARGET = GPUTarget("cuda", 90, 32)
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int32: "i32",
+    torch.int64: "i64", torch.uint8: "u8",
+}  # fmt: skip
+MOST = 232_448  # bytes of shared memory that a program of an H100 can have
+
+
+def values(name: str) -> str:
+    checks.passed(checked_values(name, (Apart("far", "cpu", fused=True),)))
+    return "as specified"
+
+
+def fault(name: str) -> str:
+    """The values where a kernel writes nothing."""
+    gated = import_module(f"{gpu.__name__}.elementwise")
+    vars(gated)["launch"] = lambda *given, **constants: None
+    return values(name)
+
+
+def compiled(name: str) -> str:
+    """Each kernel once for all switches that it is asked for, and for wide heads."""
+    made = dict[Any, int]()
+
+    def launch(kernel: Any, grid: Any, *given: Any, **constants: Any) -> None:
+        options = {k: constants.pop(k) for k in OPTIONS & constants.keys()}
+        named = dict(zip(kernel.arg_names, given, strict=False)) | constants
+        fixed = {p.name: named[p.name] for p in kernel.params if p.is_constexpr}
+        switches = tuple((k, v) for k, v in fixed.items() if isinstance(v, bool))
+        key = kernel.__name__, switches, max(fixed.get("D", 0), 64)
+        if key not in made:
+            kinds = {k: "constexpr" if k in fixed else kind(named[k]) for k in kernel.arg_names}
+            source = ASTSource(kernel, kinds, fixed)
+            made[key] = triton.compile(source, target=TARGET, options=options).metadata.shared
+
+    for module in (
+        "attention",
+        "attention_back",
+        "elementwise",
+        "head",
+        "norm",
+        "unpack",
+        "update",
+    ):
+        vars(import_module(f"{gpu.__name__}.{module}"))["launch"] = launch
+    for call in (*samples(name), *(one.call for one in typed(name)), *wide(name)):
+        measured(call.op, call.inputs, call.attrs, "cuda")
+    assert max(made.values(), default=0) <= MOST, (name, made)
+    return f"{len(made)} kernels"
+
+
+def wide(name: str) -> Iterator[Call]:
+    """Calls with heads as wide as those of models; samples have small ones."""
+    for width in (64, 128, 256):
+        q, k = pt.input("q", (1, 64, 4, width)), pt.input("k", (1, 64, 2, width))
+        pos, seq = pt.input("pos", (1, 64), pt.i32), pt.input("seq", (1, 64), pt.i32)
+        y, lse = ops.attention(q, k, k, pos, pos, seq, seq, scale=0.1)
+        back = ops.attention_back(q, y, lse, q, k, k, pos, pos, seq, seq, scale=0.1)
+        yield from (t.call for t in (y, back[0]) if t.call and t.call.op.name == name)
+
+
+def kind(value: Any) -> str:
+    """Triton's name of an argument's type."""
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}"
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+if __name__ == "__main__":
+    assert set(OPS) > set(sys.argv[2:])
+    for one in sys.argv[2:]:
+        print(
+            one,
+            {"values": values, "compile": compiled, "fault": fault}[sys.argv[1]](one),
+            flush=True,
+        )

@@ -54,21 +54,21 @@ def differentiate_twice(
     loss: Tensor, wrt: Sequence[Tensor], again: Collection[Tensor], after: Collection[Tensor], keep: Keep,
     first: Sink, then: Sink, inner: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """Gradients as of `differentiate`, those for `again`, some of `wrt`, twice: from the gradients behind `after` on.
+    """Gradients as of `differentiate`, those for `again`, some of `wrt`, twice: from the gradients of `after` on.
 
-    What reads `again` must come before `after`. `first` is called with each of `wrt` and its gradient in the first
-    pass; `then` as well: after that pass, with those that are in `again` in the second one.
+    What reads `again` comes before `after`. Both are called with each of `wrt` and its gradient: `first` as the first
+    pass finds it; `then` after that pass, and for what is in `again` as a second pass finds it, from `after` back.
     """
     calls, active, seed = _checked(loss, wrt)
     border = max(t.call.serial for t in after if t.call is not None)
     before = [call for call in calls if call.serial <= border]
     one = _Backward(calls, active, wrt, _Recompute(calls, keep), first, inner, seed)
     one.walk(calls[len(before) :])
-    active, arrived = _dependents(before, again), dict(one.partial)
-    for t, d in one.walk(before).items():
+    active = _dependents(before, again)
+    arrived = {t: d for t, d in one.partial.items() if t in active}
+    for t, d in one.walk(before).items():  # goes on; what it returns is of both parts
         if t not in again:
             then(t, d)
-    arrived = {t: d for t, d in arrived.items() if t in active}
     recompute = _Recompute(calls, keep)
     _Backward(before, active, list(again), recompute, then, None, arrived).walk(before)
 
@@ -111,7 +111,7 @@ class _Recompute:
         self.deepest = max(self.ranks.values(), default=0) + 1
         kept = (t for t, rank in self.ranks.items() if rank <= 0)
         self.tail = max((t.call.serial for t in kept if t.call), default=-1)
-        self.copies: Gradients = {}
+        self.copies = dict[Tensor, Tensor]()
         self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
         self._kept: dict[Tensor, bool] = {}
 
@@ -160,7 +160,7 @@ class _Recompute:
         absent = [t for c in missing for t in c.results if not self._there(t)]
         level = min(map(self.rank, absent))
         targets = [t for t in absent if self.rank(t) == level]
-        passing: Gradients = {}
+        passing = dict[Tensor, Tensor]()
         for call in sorted(self._missing(targets), key=lambda c: c.serial):
             for old, new in zip(call.results, self._again(call, passing), strict=True):
                 if old.name:

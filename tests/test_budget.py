@@ -231,6 +231,40 @@ def test_more_budget_is_never_slower():
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
+def test_budgets_side_by_side_find_about_the_same():
+    """With a norm and many blocks choices are far apart in bytes, and estimates meet the same ones again."""
+    shape, process = (
+        StepShape(Config(320, 128, 256, 12, 768, 8, 8), 1, 128, max_norm=1.0),
+        request(),
+    )
+    seconds = []
+    for limit in (131.25, 131.5, 131.75, 132.0, 133.93, 134.25):
+        answer = search(shape, process.within(int(limit * MIB)))
+        seconds.append(process.plans(answer.shape).seconds(RATES))
+        assert answer.fits and answer.shape.twice and not answer.shape.two_passes
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+
+
+def test_a_process_that_grows_with_each_search_is_met_by_the_second(monkeypatch):
+    """What it takes beyond its estimate grows by half a MiB each time."""
+    asked, found, most = [], [], 100 * MIB
+
+    def ask(late, find, shape, request):
+        assert find is search, "the smallest was asked for"
+        asked.append(request.limits["host"])
+        return SimpleNamespace(shape=shape, fits=True, change="")
+
+    def planned_here(*_):
+        grown = 2 * MIB + 600_000 + MIB // 2 * (len(asked) - 1)
+        found.append(asked[-1] + grown)
+        return SimpleNamespace(total_nbytes=found[-1] - budgets.MARGIN_NBYTES)
+
+    monkeypatch.setattr(budgets, "ask", ask)
+    monkeypatch.setattr(budgets, "planned_here", planned_here)
+    budgets.searched(deep(1), request().within(most), lambda _: None)
+    assert len(found) == 2 and found[0] > most >= found[1] > most - 2 * MIB
+
+
 # ---- the command
 
 

@@ -28,6 +28,7 @@ SPARE_NBYTES = 4 << 20  # by how much a process differs from the next one
 REUSED_NBYTES = 4 << 20  # most free memory that this process uses again when it loads kernels
 SEARCH_NBYTES = 40 << 20  # of a searching child that loads kernels; 27 MiB before it searches
 BLOCK_NBYTES = 900_000  # in addition for each block
+MISS_NBYTES = 1 << 19  # by which a search leaves this process larger, at most
 ROUNDS = 3  # searches, each with lower limits, until the result fits the process
 
 
@@ -82,7 +83,11 @@ def searched(shape: StepShape, request: Request, say: Say) -> tuple[Plans, str]:
         beyond = {space: max(held(plans, space) - most, 0) for space, most in limits.items()}
         if not answer.fits or not any(beyond.values()):
             return plans, answer.change
-        over = {space: nbytes + beyond[space] for space, nbytes in over.items()}
+        # twice what was missed: each search leaves the process a little larger
+        over = {
+            space: nbytes + 2 * beyond[space] + MISS_NBYTES * (beyond[space] > 0)
+            for space, nbytes in over.items()
+        }
         del answer, plans  # the next ones take their place: a process that had both would be larger
         settle()
     least = ask(late, smallest, shape, request)

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from packtrain.design.depth import reached
+from packtrain.design.depth import even, reached
 from packtrain.design.shape import CHUNK, StepShape
 
 CHUNKS = (CHUNK, 64, 16)
 # most micro-batches of a graph, and blocks counted for each: building it takes time
 PARTS, BLOCKS = 8, 256
-TWICE = 16  # numbers of blocks that go back twice
+TWICE, FEW = (
+    16,
+    2,
+)  # numbers of blocks that go back twice; of uneven blocks, which are built for each
 
 
 def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
@@ -25,14 +28,15 @@ def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
             one = replace(shape.once, rows=rows, micros=micros, layered=layered)
             yield one
             if clips and (layered or micros == 1):
-                for count in numbers(reached(shape)):
+                for count in numbers(reached(shape), TWICE if even(shape) else FEW):
                     yield replace(one, twice=count)
                 yield replace(one, two_passes=True)
 
 
-def numbers(count: int) -> list[int]:
-    """Numbers up to `count`, at most TWICE of them, evenly spaced."""
-    return sorted({-(-count * n // TWICE) for n in range(1, TWICE + 1)})
+def numbers(count: int, most: int) -> list[int]:
+    """Numbers up to `count`, at most so many, evenly spaced."""
+    most = min(count, most)
+    return [-(-count * n // most) for n in range(1, most + 1)]
 
 
 def divisors(count: int) -> list[int]:

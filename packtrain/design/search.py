@@ -1,7 +1,7 @@
 """Searches the fastest shape within a number of bytes, among all that compute the same, without packing anything.
 
 Returns an Answer for a requested StepShape and a Request with limits. Chooses the micro-batch and its order
-through the blocks, recomputation, chunk of the loss head and two-pass clipping, by predicted time.
+through the blocks, recomputation, chunk of the loss head and what clipping computes twice, by predicted time.
 """
 
 import math
@@ -98,8 +98,8 @@ class Search(Drafts):
         if best is not None and best.shape == shape:
             return best
         # what waits elsewhere comes back for the first backward pass, and stays here for a second one
-        kept = self.request.target.space == HOST or self.request.offload == NEVER
-        forms = [form for form in candidates(shape, fixed) if kept or not form.twice]
+        may_go_back = self.request.target.space == HOST or self.request.offload == NEVER
+        forms = [form for form in candidates(shape, fixed) if may_go_back or not form.twice]
         waiting = [(0.0, at, 0) for at in range(len(forms))]
         bounds = self._could, self._takes, self._takes_by_ways
         while waiting:

@@ -27,7 +27,7 @@ ROUNDS = 4
 HEADED = 2  # blocks of the chain on which the head is measured
 SLACK = 0.03  # relative error of estimates
 CLOSE = 0.01  # relative distance to a choice that was built, within which others are built, too
-SPARE = 500  # 1 / share of the bytes left free if estimates were too low again
+SPARE = 500  # 1 / share of the bytes by which less is asked for until another choice comes
 AIMS = 12  # sizes at which the smallest choice is searched
 FEW = 4  # least number of ways measured in one graph, if a chain has fewer blocks
 
@@ -149,23 +149,30 @@ class Chain:
         below  limit of the estimated added seconds; choices that should add more are not built
         """
         aim = nbytes
-        for at in range(ROUNDS):
+        for _ in range(ROUNDS):
             solved = self._measured(nbytes + nbytes // 16, aim, below)
+            while solved is not None and self._too_large(solved.choice, nbytes):
+                aim -= nbytes // SPARE
+                solved = self._measured(nbytes + nbytes // 16, aim, below)
             if solved is None or solved.seconds >= below:
                 break
             over = self.plan(solved.choice).nbytes - nbytes
             if -nbytes // 50 <= over <= 0:
                 break
-            aim -= over + at * nbytes // SPARE if over > 0 else over // 2
+            aim -= over if over > 0 else over // 2
         if solved is None and self._may_fit(nbytes, below):
             self._plan_around(self.smallest.choice, nbytes)
         fitting = [found for found in self.found.values() if found.nbytes <= nbytes]
         return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
 
+    def _too_large(self, choice: Choice, nbytes: int) -> bool:
+        """Whether the choice has been planned, and takes more."""
+        return choice in self.found and self.found[choice].nbytes > nbytes
+
     def _may_fit(self, nbytes: int, below: float) -> bool:
         """Whether the choice with the least bytes is worth building."""
         most = nbytes * (1 + SLACK)
-        if self.floor() > most or self.smallest.nbytes > most:
+        if self.floor(twice=self.twice) > most or self.smallest.nbytes > most:
             return False
         return self.smallest.seconds < below
 
@@ -220,7 +227,7 @@ class Chain:
         """
         if self.count < 2:
             return 0
-        block, twice = self.block, twice or self.twice
+        block = self.block
         if not waiting:
             return block.stream_nbytes + self.again.least_work
         at = max(twice + 1, 2)

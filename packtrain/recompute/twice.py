@@ -48,7 +48,8 @@ class TwiceSolver:
         return rows
 
     def _ways(self, rows: Rows, work: int) -> Iterator[Way]:
-        """The possible moves for the first block before those that rows are known of."""
+        """The possible moves for the block before those that rows are known of: rows[m] is of m of the first blocks,
+        and the later ones."""
         first, end = self.first, self.first.slots + 1
         for k, (option, (kept, needed)) in enumerate(zip(first.options, first.sizes, strict=True)):
             if kept < end and not option.away and self._beside(kept, needed) <= work:
@@ -82,9 +83,10 @@ class TwiceSolver:
             found.calls -= best.move * first.block.forward_calls
             first.follow((at, -best.move, min(work, first.slots), 1, first.inner), found)
             at -= best.move
-        again, found.ways, found.calls = frozenset(found.ways), set(), 2 * found.calls
+        again, calls = frozenset(found.ways), 2 * found.calls
+        found.ways, found.calls = set(), 0
         later.follow((at, later.count, slots, 0, later.outer), found)
-        return Solved(found.choice, frozenset(found.ways), seconds, found.calls, again)
+        return Solved(found.choice, frozenset(found.ways), seconds, calls + found.calls, again)
 
     @property
     def least(self) -> int:

@@ -6,6 +6,7 @@ reads and writes the same addresses each time. Tests use a stand-in for CUDA.
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -69,10 +70,8 @@ def _recorded(device: str, calls: Sequence[Run]) -> Run | None:
         with cuda.device(device):
             if device not in POOLS:
                 pool = cuda.graph_pool_handle()
-                POOLS[device] = (
-                    pool,
-                    _captured(cuda, pool, [lambda: fill_pool(device, ROOMS.get(device, 0))]),
-                )
+                fill = partial(fill_pool, device, ROOMS.get(device, 0))
+                POOLS[device] = pool, _captured(cuda, pool, [fill])
             graph = _captured(cuda, POOLS[device][0], calls)
     except RuntimeError as error:
         FAILED.add(device)

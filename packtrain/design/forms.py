@@ -9,10 +9,8 @@ from packtrain.design.shape import CHUNK, StepShape
 CHUNKS = (CHUNK, 64, 16)
 # most micro-batches of a graph, and blocks counted for each: building it takes time
 PARTS, BLOCKS = 8, 256
-TWICE, FEW = (
-    16,
-    2,
-)  # numbers of blocks that go back twice; of uneven blocks, which are built for each
+TWICE = 16  # numbers of blocks that go back twice
+FEW = 2  # the same where blocks are uneven: then all are built for each
 
 
 def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:

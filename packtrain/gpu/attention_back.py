@@ -58,10 +58,8 @@ def _of_keys(
         )  # fmt: skip
         if tl.max(there.to(tl.int32)) > 0:
             for head in range(own * (heads // kv), (own + 1) * (heads // kv)):
-                at, line = (
-                    (batch * queries * heads + head) * width,
-                    (batch * heads + head) * queries,
-                )
+                at = (batch * queries * heads + head) * width
+                line = (batch * heads + head) * queries
                 p, ds = _slopes(
                     q + at, k + begin, v + begin, dy + at, sums + line, lse + line, rows, columns, there,
                     queries, keys, heads, kv, width, scale, softcap, CAPPED, M, N, D, PRECISION,
@@ -117,23 +115,8 @@ def attention_back(
     by_query = blocks(queries, m), b * heads
     launch(_along, by_query, sums, dy, y, queries, heads, width, M=m, D=d)
     where = [q if t is None else t for t in (q_pos, k_pos, q_seq, k_seq, length)]
-    given = (
-        dy,
-        lse,
-        sums,
-        q,
-        k,
-        v,
-        *where,
-        queries,
-        keys,
-        heads,
-        kv,
-        width,
-        scale,
-        float(softcap),
-        window,
-    )
+    sizes = queries, keys, heads, kv, width, scale, float(softcap), window
+    given = dy, lse, sums, q, k, v, *where, *sizes
     how = flags_of(q_pos, q_seq, length, softcap) | FACTORS | {"D": d, "num_warps": warps}
     dq, dk, dv = out
     launch(_of_keys, (blocks(keys, m), b * kv), dk, dv, *given, **how, M=n, N=m)

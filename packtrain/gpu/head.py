@@ -64,12 +64,8 @@ def _row(
     aimed, uncapped = _logit(logits, bias, aim, columns, softcap, BIASED, CAPPED)
     tl.store(losses + row, tl.where(target < 0, 0.0, lse - tl.sum(aimed)))
     if RIGHT:
-        tl.store(
-            right + row,
-            ((tl.sum(uncapped) >= tl.max(most)) & (target >= 0) & (tl.max(bad) == 0)).to(
-                tl.float32
-            ),
-        )
+        largest = (tl.sum(uncapped) >= tl.max(most)) & (tl.max(bad) == 0)
+        tl.store(right + row, (largest & (target >= 0)).to(tl.float32))
     if BACK:
         tl.debug_barrier()
         weight = tl.where(target < 0, 0.0, tl.load(weights + row))

@@ -73,16 +73,7 @@ def rms_norm_back(out, dy, x, w, acc, *, eps):
         "WEIGHTED": w is not None,
         "ADDED": acc is not None,
     }
-    launch(
-        _backward,
-        (groups,),
-        *given,
-        rows,
-        columns,
-        eps,
-        **flags,
-        BLOCK=block,
-        num_warps=_warps(block),
-    )
+    how = flags | {"BLOCK": block, "num_warps": _warps(block)}
+    launch(_backward, (groups,), *given, rows, columns, eps, **how)
     if dw is not None:
         torch.sum(parts, 0, out=dw)

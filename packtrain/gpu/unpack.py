@@ -83,10 +83,8 @@ WORDS = {
 def _unpack(
     y, x, count, UNPACK: tl.constexpr, BYTES: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr
 ):
-    block = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    block = tl.minimum(block, count - 1)[
-        :, None
-    ]  # the last one is written several times, with the same values
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    block = tl.minimum(at, count - 1)[:, None]  # the last one several times, with the same values
     UNPACK(y + block * VALUES, x + block * BYTES, 1)
 
 

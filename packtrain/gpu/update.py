@@ -31,7 +31,7 @@ def _adamw(w, g, m, v, hyper, gate, n, DECAY: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _squares(parts, x, n, BLOCK: tl.constexpr):
-    """Of every so manieth block, in f64."""
+    """Of blocks that are as far apart as there are programs, in f64."""
     program, total = tl.program_id(0).to(tl.int64), tl.zeros((BLOCK,), tl.float64)
     for start in range(program * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -13,8 +13,13 @@ import packtrain.optim  # its ops are known when it is loaded
 from packtrain import ops
 from packtrain.tensor import OPS, Op
 
-# they load numba, and PyTorch
-LEFT_OUT = ("packtrain.kernels.", "packtrain.checking.peers", "packtrain.benching.torch_")
+# they load numba, PyTorch and Triton
+LEFT_OUT = (
+    "packtrain.kernels.",
+    "packtrain.gpu.",
+    "packtrain.checking.peers",
+    "packtrain.benching.torch_",
+)
 MODULES = [
     packtrain,
     *(

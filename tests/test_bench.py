@@ -202,6 +202,7 @@ def test_a_peer_that_fails_ends_the_command(
         (["--json", "no/where.json"], "--json: no/where.json cannot be written"),
         (["--markdown", "."], "--markdown: . is a folder"),
         (["--memory", "much"], "--memory: "),
+        (["--memory", "2GiB", "--part", "ops"], "--memory is for whole steps: add --part steps"),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from packtrain.child import variables
+from packtrain.errors import InputError
 
 PAUSE = 0.02  # seconds before a turn: threads of the one before have stopped waiting for more
 AVX2 = {
@@ -123,7 +124,8 @@ def main() -> None:
                 answer = True, work(*request)
         except Exception as error:
             text = str(error).strip().splitlines()[:1]
-            answer = False, ": ".join([type(error).__name__, *text])
+            kind = [] if isinstance(error, InputError) and text else [type(error).__name__]
+            answer = False, ": ".join([*kind, *text])
         pickle.dump(answer, answers)
         answers.flush()
 

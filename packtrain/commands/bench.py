@@ -14,6 +14,7 @@ from packtrain.benching.peer import PeerFailed
 from packtrain.benching.table import Table
 from packtrain.benching.timing import Quiet
 from packtrain.commands import DONE, FAILED, say
+from packtrain.errors import InputError
 from packtrain.events import Counted
 from packtrain.files import check_writable, existing, write_text
 from packtrain.memory import parse_size, settle
@@ -104,13 +105,14 @@ def run(settings: Bench) -> int:
 
 def checked(settings: Bench) -> Path | None:
     """llama-bench, if it is wanted and there. Raises InputError for what cannot be read or written, before any work."""
+    if settings.limit is not None and "steps" not in settings.parts:
+        raise InputError("--memory is for whole steps: add --part steps, or leave it out")
     for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
         if file:
             check_writable(file, flag)
     for file, name in ((settings.base, "BASE"), (settings.llama_bench, "--llama-bench")):
         if file:
             existing(file, name)
-    _ = settings.limit  # what is no size is said before any work
     if settings.base:
         open_model(settings.base)
     return llama.program(settings.llama_bench) if "llama" in settings.parts else None

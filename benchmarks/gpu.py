@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from packtrain.models.file import open_model
 from packtrain.quant import dequantize
 
 WARM = 3  # steps that do not count: compiling, and tables made once
-LIKE = 0.02  # by how much losses of the first step may differ, relatively
+LIKE = 0.01  # by how much losses of the first step may differ, relatively
 RANK, SCALE = 16, 2.0
 OURS, EAGER, COMPILED = "packtrain", "PyTorch eager", "PyTorch compiled"
 TF32 = "tf32"
@@ -72,9 +72,8 @@ class Side:
 
 def taking_turns(device: str, preset: str, base: Path | None, program: str, precision: str) -> Any:
     """A function that takes a step, and says what it took."""
-    step = ours if program == OURS else theirs
     given = device, preset, base, precision
-    return timed(device, step(*given, *([program == COMPILED] if program != OURS else [])))
+    return timed(device, ours(*given) if program == OURS else theirs(*given, program == COMPILED))
 
 
 def timed(device: str, step: Callable[[], float]) -> Callable[[], Turn]:
@@ -89,24 +88,20 @@ def timed(device: str, step: Callable[[], float]) -> Callable[[], Turn]:
     return turn
 
 
-def made(device: str, preset: str, base: Path | None, precision: str) -> training.Training:
-    if base is None:
-        return training.of_preset(preset, precision, device=device)
-    return training.of_base(base, precision=precision, device=device)
-
-
 def ours(device: str, preset: str, base: Path | None, precision: str) -> Callable[[], float]:
-    return made(device, preset, base, precision).step
+    if base is None:
+        return training.of_preset(preset, precision, device=device).step
+    return training.of_base(base, precision=precision, device=device).step
 
 
 def theirs(
     device: str, preset: str, base: Path | None, precision: str, compiled: bool
 ) -> Callable[[], float]:
     """The same step in PyTorch, which has weights unpacked, as transformers has those of a GGUF file."""
-    from packtrain.benching.torch_llama import Llama, Trained, Tuned, optimizer
+    from packtrain.benching import torch_peer
+    from packtrain.benching.torch_llama import Llama, Tuned
 
-    torch = kernels.torch()
-    torch.set_float32_matmul_precision("high" if precision == TF32 else "highest")
+    kernels.torch().set_float32_matmul_precision("high" if precision == TF32 else "highest")
     there = "cpu" if device.startswith("torch:cpu") else device
     if base is None:
         config = PRESETS[preset]
@@ -118,16 +113,7 @@ def theirs(
         batch = training.batch_of(config, 1, min(training.TIME, config.context_length))
         values = {name: unpacked(array) for name, array in file.stored().items()}
         model = Tuned(config, values, RANK, SCALE, real=compiled)
-    model = model.to(there)
-    run = torch.compile(model) if compiled else model
-    half = precision == "bf16"
-
-    def forward(*given: Any) -> Any:
-        with torch.autocast(there.partition(":")[0], torch.bfloat16) if half else nullcontext():
-            return run(*given)
-
-    trained = Trained(model, optimizer(model, training.LR), training.MAX_NORM, forward)
-    return lambda: trained.step([batch], training.LR)
+    return torch_peer.training(model, batch, compiled, precision == "bf16", there)
 
 
 def unpacked(array: np.ndarray) -> np.ndarray:

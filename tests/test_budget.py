@@ -233,11 +233,8 @@ def test_more_budget_is_never_slower():
 
 def test_budgets_side_by_side_find_about_the_same():
     """With a norm and many blocks choices are far apart in bytes, and estimates meet the same ones again."""
-    shape, process = (
-        StepShape(Config(320, 128, 256, 12, 768, 8, 8), 1, 128, max_norm=1.0),
-        request(),
-    )
-    seconds = []
+    shape = StepShape(Config(320, 128, 256, 12, 768, 8, 8), 1, 128, max_norm=1.0)
+    process, seconds = request(), []
     for limit in (131.25, 131.5, 131.75, 132.0, 133.93, 134.25):
         answer = search(shape, process.within(int(limit * MIB)))
         seconds.append(process.plans(answer.shape).seconds(RATES))

@@ -10,6 +10,7 @@ Prints a line for each op, and ends with 1 at the first that fails.
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from packtrain.backends.temporaries import measured
 from packtrain.backends.torch import Apart
 from packtrain.checking.cases import checked_values
 from packtrain.checking.samples import samples, typed
+from packtrain.dtypes import READABLE
 from packtrain.tensor import OPS, Call
 from tests import checks
 
@@ -57,26 +59,40 @@ def compiled(name: str) -> str:
         named = dict(zip(kernel.arg_names, given, strict=False)) | constants
         fixed = {p.name: named[p.name] for p in kernel.params if p.is_constexpr}
         switches = tuple((k, v) for k, v in fixed.items() if isinstance(v, bool))
-        key = kernel.__name__, switches, max(fixed.get("D", 0), 64)
+        key = kernel.__name__, switches, max(fixed.get("D", 0), 64), fixed.get("UNPACK")
         if key not in made:
             kinds = {k: "constexpr" if k in fixed else kind(named[k]) for k in kernel.arg_names}
             source = ASTSource(kernel, kinds, fixed)
             made[key] = triton.compile(source, target=TARGET, options=options).metadata.shared
 
-    for module in (
-        "attention",
-        "attention_back",
-        "elementwise",
-        "head",
-        "norm",
-        "unpack",
-        "update",
-    ):
-        vars(import_module(f"{gpu.__name__}.{module}"))["launch"] = launch
+    for module in iter_modules(gpu.__path__):
+        vars(import_module(f"{gpu.__name__}.{module.name}"))["launch"] = launch
+    within = {"cast": unpackings, "get_rows_back": sums_of_rows, "matmul": splittings}
+    within.get(name, tuple)()
     for call in (*samples(name), *(one.call for one in typed(name)), *wide(name)):
-        measured(call.op, call.inputs, call.attrs, "cuda")
+        if "cuda" in call.op.kernels:
+            measured(call.op, call.inputs, call.attrs, "cuda")
     assert max(made.values(), default=0) <= MOST, (name, made)
     return f"{len(made)} kernels"
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def unpackings() -> None:
+    """Of all block types: what kernels of PyTorch call in Triton is not reached without values."""
+    for dtype in (t for t in READABLE if t.quantized):
+        raw = empty(70, dtype.block_nbytes, dtype=torch.uint8)
+        gpu.late("unpack", "unpacked")(empty(70, dtype.block), raw, dtype.code["unpack"])
+
+
+def sums_of_rows() -> None:
+    gpu.late("rows", "add_rows")(empty(300, 768), empty(2500, 768), empty(2500, dtype=torch.int32))
+
+
+def splittings() -> None:
+    gpu.late("elementwise", "split")(empty(300, 70))
 
 
 def wide(name: str) -> Iterator[Call]:

@@ -319,10 +319,10 @@ class _Asked(dict[str, Backend]):
         if not _there(kind, int(number or 0)):
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
         _warm()
+        if name == "torch:cpu":
+            return self.setdefault(name, OnHost(name))
         device = "cpu" if kind == "cpu" else name
-        fused = kind == "cuda" and gpu.there()
-        apart = Apart(name, device, fused=fused)
-        return self.setdefault(name, OnHost(name) if name == "torch:cpu" else apart)
+        return self.setdefault(name, Apart(name, device, fused=kind == "cuda" and gpu.there()))
 
 
 def _there(kind: str, number: int) -> bool:

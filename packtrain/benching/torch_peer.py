@@ -39,12 +39,18 @@ def steps(threads, preset, compiled, bf16):
     torch.set_num_threads(threads)
     config = PRESETS[preset]
     model = Llama(config, transformer.initial(config), real=compiled)
+    batch = batch_of(config, ROWS[preset], config.context_length)
+    return stepping(training(model, batch, compiled, bf16))
+
+
+def training(model, batch, compiled, bf16, device="cpu"):
+    """A step of the model on the device, which returns its loss."""
+    model = model.to(device)
     made = torch.compile(model) if compiled else model
 
     def forward(*given):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=bf16):
             return made(*given)
 
     trained = Trained(model, optimizer(model, LR), MAX_NORM, forward)
-    batch = batch_of(config, ROWS[preset], config.context_length)
-    return stepping(lambda: trained.step([batch], LR))
+    return lambda: trained.step([batch], LR)

@@ -14,15 +14,29 @@ FACTORS = {"PRECISION": "tf32x3"}
 
 
 @triton.jit
+def of_queries(queries, heads, width, M: tl.constexpr, D: tl.constexpr):
+    """A program's batch, queries of a head, elements; and where that head begins in (B, T, H, D), and in (B, H, T)."""
+    batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
+    rows, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
+    return (
+        batch,
+        rows,
+        d,
+        (batch * queries * heads + head) * width,
+        (batch * heads + head) * queries,
+    )
+
+
+@triton.jit
 def seen(
-    rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window: tl.constexpr,
+    batch, rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window: tl.constexpr,
     PLACED: tl.constexpr, APART: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Which keys (columns) which queries (rows) see."""
+    """Which keys (columns) which queries (rows) of a batch see."""
     there = (rows < queries)[:, None] & (columns < keys)[None, :]
     if PLACED:
-        at_q = tl.load(q_pos + rows, mask=rows < queries, other=0)
-        at_k = tl.load(k_pos + columns, mask=columns < keys, other=0)
+        at_q = tl.load(q_pos + batch * queries + rows, mask=rows < queries, other=0)
+        at_k = tl.load(k_pos + batch * keys + columns, mask=columns < keys, other=0)
     else:
         at_q, at_k = rows, columns
     there &= at_k[None, :] <= at_q[:, None]
@@ -31,8 +45,8 @@ def seen(
     if window < 0:
         there &= at_k[None, :] >= (at_q // -window * -window)[:, None]
     if APART:
-        of_q = tl.load(q_seq + rows, mask=rows < queries, other=0)
-        of_k = tl.load(k_seq + columns, mask=columns < keys, other=0)
+        of_q = tl.load(q_seq + batch * queries + rows, mask=rows < queries, other=0)
+        of_k = tl.load(k_seq + batch * keys + columns, mask=columns < keys, other=0)
         there &= of_q[:, None] == of_k[None, :]
     if LIMITED:
         there &= (columns < tl.load(length))[None, :]
@@ -91,11 +105,8 @@ def _attend(
     PLACED: tl.constexpr, APART: tl.constexpr, LIMITED: tl.constexpr, SUNK: tl.constexpr, CAPPED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
-    rows, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
-    q_pos, q_seq = q_pos + batch * queries, q_seq + batch * queries
-    k_pos, k_seq = k_pos + batch * keys, k_seq + batch * keys
-    at = (batch * queries * heads + head) * width
+    batch, rows, d, at, line = of_queries(queries, heads, width, M, D)
+    head = tl.program_id(1) % heads
     own = (batch * keys * kv + head // (heads // kv)) * width
     top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
     if SUNK:
@@ -107,7 +118,7 @@ def _attend(
     for start in range(0, last, N):
         columns = start + tl.arange(0, N)
         there = seen(
-            rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
+            batch, rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
         )  # fmt: skip
         if tl.max(there.to(tl.int32)) > 0:
             products = across(
@@ -122,7 +133,7 @@ def _attend(
             made = made * fade[:, None] + tl.dot(e, value, input_precision=PRECISION)
             top = higher
     _finish(
-        y + at, lse + (batch * heads + head) * queries, made, top, total, rows, d, queries, width, heads * width
+        y + at, lse + line, made, top, total, rows, d, queries, width, heads * width
     )  # fmt: skip
 
 

@@ -5,18 +5,16 @@ import triton
 import triton.language as tl
 
 from packtrain.gpu import blocks, launch
-from packtrain.gpu.attention import FACTORS, across, flags_of, read, scored, seen, tiles
+from packtrain.gpu.attention import FACTORS, across, flags_of, of_queries, read, scored, seen, tiles
 
 
 @triton.jit
 def _along(sums, dy, y, queries, heads, width, M: tl.constexpr, D: tl.constexpr):
     """Of each query and head the sum of dy * y."""
-    batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
-    rows, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
-    begin = (batch * queries * heads + head) * width
-    both = read(dy + begin, rows, d, queries, width, heads * width)
-    both *= read(y + begin, rows, d, queries, width, heads * width)
-    tl.store(sums + (batch * heads + head) * queries + rows, tl.sum(both, 1), mask=rows < queries)
+    _, rows, d, at, line = of_queries(queries, heads, width, M, D)
+    both = read(dy + at, rows, d, queries, width, heads * width)
+    both *= read(y + at, rows, d, queries, width, heads * width)
+    tl.store(sums + line + rows, tl.sum(both, 1), mask=rows < queries)
 
 
 @triton.jit
@@ -46,15 +44,13 @@ def _of_keys(
 ):  # fmt: skip
     batch, own = tl.program_id(1).to(tl.int64) // kv, tl.program_id(1) % kv
     columns, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
-    q_pos, q_seq = q_pos + batch * queries, q_seq + batch * queries
-    k_pos, k_seq = k_pos + batch * keys, k_seq + batch * keys
     begin = (batch * keys * kv + own) * width
     of_key, of_value = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
     first = 0 if PLACED else tl.program_id(0) * N // M * M
     for start in range(first, queries, M):
         rows = start + tl.arange(0, M)
         there = seen(
-            rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
+            batch, rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
         )  # fmt: skip
         if tl.max(there.to(tl.int32)) > 0:
             for head in range(own * (heads // kv), (own + 1) * (heads // kv)):
@@ -81,18 +77,15 @@ def _of_queries(
     PLACED: tl.constexpr, APART: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
-    rows, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
-    q_pos, q_seq = q_pos + batch * queries, q_seq + batch * queries
-    k_pos, k_seq = k_pos + batch * keys, k_seq + batch * keys
-    at, line = (batch * queries * heads + head) * width, (batch * heads + head) * queries
+    batch, rows, d, at, line = of_queries(queries, heads, width, M, D)
+    head = tl.program_id(1) % heads
     begin = (batch * keys * kv + head // (heads // kv)) * width
     made = tl.zeros((M, D), tl.float32)
     last = keys if PLACED else tl.minimum(keys, (tl.program_id(0) + 1) * M)
     for start in range(0, last, N):
         columns = start + tl.arange(0, N)
         there = seen(
-            rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
+            batch, rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
         )  # fmt: skip
         if tl.max(there.to(tl.int32)) > 0:
             _, ds = _slopes(

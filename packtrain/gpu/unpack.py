@@ -5,7 +5,7 @@ lanes are (N, 16), and an address is a pointer into each block. Types that look 
 """
 
 from functools import cache
-from types import CodeType, FunctionType
+from types import FunctionType
 
 import numpy as np
 import triton
@@ -103,7 +103,7 @@ def _compiled(code):
     """The function of a code with these words in place of those for compiled kernels, for Triton; None if it needs
     others."""
     plain, found = code.function, dict[str, object]()
-    for name in _names(plain.__code__):
+    for name in plain.__code__.co_names:
         value = plain.__globals__.get(name)
         if value is np.float32:
             found[name] = to_floats
@@ -119,7 +119,3 @@ def _compiled(code):
     made = FunctionType(plain.__code__, names, plain.__name__)
     made.__qualname__ = plain.__qualname__
     return triton.jit(made)
-
-
-def _names(code: CodeType):
-    return [name for name in code.co_names if name != "range"]

@@ -192,7 +192,7 @@ def add_product_back(y, x, w, precision="f32", *, fresh, part=CHUNK):
         multiply(y, x[:, start:end], real(w[start:end]), False, precision)
 
 
-def parts_of(a, b, precision):
+def pairs_of(a, b, precision):
     """Pairs whose products are summed."""
     if precision == "bf16x3" and gpu.here(a) and a.dtype == b.dtype == torch.float32:
         (high, low), (other, rest) = SPLIT(a), SPLIT(b)
@@ -201,7 +201,7 @@ def parts_of(a, b, precision):
 
 
 def multiply(y, a, b, fresh, precision="f32"):
-    for x, w in parts_of(a, b, precision):
+    for x, w in pairs_of(a, b, precision):
         wide = {} if x.dtype == y.dtype else {"out_dtype": y.dtype}
         if fresh:
             torch.mm(x, w, out=y, **wide)

@@ -5,7 +5,7 @@ import signal
 
 def main() -> int:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from packtrain.cli import main as run
+    from packtrain.cli import command
 
     signal.signal(signal.SIGINT, before)
-    return run()
+    return command()

@@ -2,7 +2,7 @@
 
 import sys
 
-from packtrain.cli import main
+from packtrain.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -1,8 +1,9 @@
 """Writing GGUF files atomically, tensor by tensor."""
 
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,26 +90,38 @@ def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, 
         axes = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape))
         file.write(_text(name) + axes + struct.pack("<IQ", t.dtype.number, offset))
         offset += -(-t.nbytes // alignment) * alignment
+    _write_behind(file, _pieces(tensors, alignment, file.tell()))
+
+
+def _pieces(tensors: Mapping[str, Deferred], alignment: int, start: int) -> Iterator[memoryview]:
+    """The bytes of all tensors part by part, each tensor aligned; the first follows `start` bytes."""
+    at = start
+    for name, t in tensors.items():
+        if gap := -at % alignment:
+            yield memoryview(bytes(gap))
+        nbytes = 0
+        for part in map(np.ascontiguousarray, t.make()):
+            nbytes += part.nbytes
+            yield part.reshape(-1).view(np.uint8).data
+        if nbytes != t.nbytes:
+            raise GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
+        at += gap + nbytes
+    yield memoryview(bytes(-at % alignment))
+
+
+def _write_behind(file: BinaryIO, pieces: Iterable[memoryview]) -> None:
+    """Write pieces while the next ones are made; AHEAD bytes may wait."""
+    pending, nbytes = deque[tuple[Future[None], int]](), 0
     with ThreadPoolExecutor(1) as thread:
-        for name, t in tensors.items():
-            file.write(bytes(-file.tell() % alignment))
-            nbytes = _write_parts(file, thread, t.make())
-            if nbytes != t.nbytes:
-                raise GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
-    file.write(bytes(-file.tell() % alignment))
-
-
-def _write_parts(file: BinaryIO, thread: ThreadPoolExecutor, parts: Iterable[np.ndarray]) -> int:
-    """Write each part while the next is made; returns the number of bytes."""
-    nbytes, before = 0, None
-    for part in map(np.ascontiguousarray, parts):
-        if before is not None:
-            before.result()
-        before = thread.submit(_put, file, part.reshape(-1).view(np.uint8).data)
-        nbytes += part.nbytes
-    if before is not None:
-        before.result()
-    return nbytes
+        for piece in pieces:
+            while pending and nbytes + piece.nbytes > AHEAD:
+                written, size = pending.popleft()
+                written.result()
+                nbytes -= size
+            pending.append((thread.submit(_put, file, piece), piece.nbytes))
+            nbytes += piece.nbytes
+        for written, _ in pending:
+            written.result()
 
 
 def _put(file: BinaryIO, data: memoryview) -> None:

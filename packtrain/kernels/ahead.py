@@ -255,7 +255,7 @@ def compile_into(root: str) -> None:
 
 def load(name: str) -> Any:
     """A kernel module, and first those that it needs, under the policy; from the cache it comes without numba."""
-    with loading:
+    with loading, not_collecting():
         return loaded.get(name) or _loaded(name)
 
 

@@ -190,6 +190,8 @@ def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source:
 
 def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str) -> Any:
     where, about = _place(field, source), field.metadata
+    if kind is Path and value == "":  # it would be the current folder
+        raise InputError(f"{where} is empty; give a name")
     value = _converted(value, kind)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InputError(f"{where} is {value!r}; it must be {WANTED.get(kind, 'text')}")

@@ -103,7 +103,7 @@ def test_the_order_of_tries():
         ({"data": "none.jsonl"}, "--data.*none.jsonl"),
         ({"also": ["none.gguf"]}, "--also.*none.gguf"),
         ({"aware": ["none.gguf"]}, "--aware.*none.gguf"),
-        ({"output": "tuned.gguf", "overwrite": True}, "is the model itself"),
+        ({"output": "tuned.gguf", "overwrite": True}, "is one of the files that are read"),
     ],
 )  # fmt: skip
 def test_what_is_refused(folder: Path, tmp_path: Path, given, says, monkeypatch) -> None:

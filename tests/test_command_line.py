@@ -238,3 +238,19 @@ def test_help_of_a_package_in_an_archive_or_without_sources(tmp_path, monkeypatc
     monkeypatch.setattr(cli, "get_data", lambda *given: Path("no such file").read_bytes())
     main([])
     assert "show what is in a GGUF file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["train", "--data", ""], "--data is empty; give a name"),
+        (["train", "-o", "no.gguf", "--resume"], "--resume: no.run holds no run to continue"),
+        (["plan", "train", "--layers", "9999"], "--layers is 9999; it must be from 1 to 1024"),
+        (["plan", "train", "--ctx", "99999999999"], "it must be from 2 to 16777216"),
+    ],
+)
+def test_settings_that_no_run_could_have(arguments, said, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.txt").write_text("a text that nobody asked for")
+    code, lines = left(arguments, capsys)
+    assert code == cli.INPUT and said in lines[-1]

@@ -140,3 +140,16 @@ def test_one_model_or_data_without_answers_is_refused(folder, tmp_path):
     text.write_text(json.dumps({"text": "only a text"}))
     with pytest.raises(InputError, match="line 1 is a text"):
         pt.compare(models(folder), text)
+
+
+def test_questions_too_long_for_the_context_are_left_out(folder, tmp_path, capsys):
+    short, long = ({"prompt": "is it so" * n, "completion": "a #### yes"} for n in (1, 400))
+    data = tmp_path / "mixed.jsonl"
+    data.write_text("\n".join(map(json.dumps, [short, long])))
+    assert main(["compare", *models(folder), "--data", str(data), "-n", "8"]) == 0
+    said = capsys.readouterr()
+    assert "1 conversation of 2 left out: no room for an answer" in said.err
+    assert re.search(r"of 1 \(", said.out)
+    data.write_text(json.dumps({"prompt": long["prompt"], "chosen": "a", "rejected": "b"}))
+    with pytest.raises(InputError, match=r"no conversation of .* leaves room"):
+        pt.compare(models(folder), data, n_predict=8)

@@ -36,7 +36,8 @@ def test_numbers_out_of_range_change_nothing():
         ([1], 4, "there is no sequence 4; there are 4, from 0 on"),
         ([1, 2], [0], "there are 2 tokens and sequences for 1"),
         ([], 0, "there are 0 tokens"),
-        ([50], 0, "tokens are from 0 to 49"),
+        ([50], 0, "tokens are whole numbers from 0 to 49"),
+        ([1.5], 0, "tokens are whole numbers from 0 to 49"),
         (
             [1],
             [(0, 1)],

@@ -186,8 +186,10 @@ def refused(settings: Merge, said: str) -> None:
 
 
 def test_files_that_would_be_lost_are_kept(settings: Merge):
-    refused(replace(settings, output=settings.model), "is the model itself")
-    refused(replace(settings, output=Path(settings.adapters[0])), "is the model itself")
+    refused(replace(settings, output=settings.model), "is one of the files that are read")
+    refused(
+        replace(settings, output=Path(settings.adapters[0])), "is one of the files that are read"
+    )
     settings.output.write_bytes(b"earlier")
     refused(settings, "exists; give another name, or --overwrite")
     merge.run(replace(settings, overwrite=True))

@@ -226,7 +226,7 @@ def test_wrong_settings_are_said_before_any_work(settings: Quantize):
             "output_tensor_type": "iq2_xs"
         },
         r"--token-embedding-type: x is unknown": {"token_embedding_type": "x"},
-        r"m.gguf is the model itself; give another name": {
+        r"m.gguf is one of the files that are read; give another name": {
             "output": settings.model,
             "overwrite": True,
         },
@@ -272,3 +272,9 @@ def test_types_that_cannot_be_read_are_copied_or_refused(tmp_path: Path):
     write(tmp_path / "m.gguf", {}, {"token_embd.weight": np.zeros((2, 1), dtype.numpy)})
     with pytest.raises(InputError, match=r"token_embd.weight is q1_0, which cannot be converted"):
         quantize.run(replace(settings, overwrite=True, allow_requantize=True))
+
+
+def test_an_adapter_is_refused(settings: Quantize) -> None:
+    write(settings.model, {"general.type": Value("string", "adapter")}, {})
+    with pytest.raises(InputError, match=r"m.gguf is an adapter, which stays in f32; merge it"):
+        quantize.run(settings)

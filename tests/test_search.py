@@ -6,6 +6,7 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 import pytest
 
+from packtrain.backends import HOST
 from packtrain.cost import Rates
 from packtrain.design.plans import APPLY, MEASURE, make_plans
 from packtrain.design.request import Request
@@ -165,3 +166,12 @@ def test_a_search_keeps_the_graphs_of_one_chain():
     assert len(chains) > 1
     assert sum("_short" in chain.block.__dict__ for chain in chains.values()) <= 1
     assert sum("_head" in chain.__dict__ for chain in chains.values()) <= 1
+
+
+def test_a_context_far_too_long_is_answered_with_one_that_fits():
+    long = replace(SHAPE, config=replace(CONFIG, context_length=1 << 20), time=1 << 20)
+    least = Search(REQUEST).least_of([SHAPE]).nbytes
+    within = replace(REQUEST, limits={HOST: 2 * least})
+    said = Search(within).change(long)
+    context = int(said.removeprefix("it would fit with --ctx "))
+    assert Search(REQUEST).least_of([replace(long, time=context)]).nbytes <= 2 * least

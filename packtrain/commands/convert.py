@@ -78,6 +78,8 @@ def _from_peft(folder: Path, base: Path, path: Path) -> int:
 
 
 def _to_peft(file: Path, base: Path, folder: Path) -> int:
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--peft: {folder} is a file; give the name of a folder")
     if (folder / TENSORS).exists():
         raise InputError(f"--peft: {folder / TENSORS} exists; give another folder")
     model = open_model(base)

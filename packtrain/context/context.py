@@ -1,7 +1,6 @@
 """Context: a model with a KV cache for many sequences, whose batches mix tokens of any of them.
 
-All runs are planned when it is made; nothing is allocated afterwards. A call that fails leaves it as it was, or, when
-it is stopped half-way, with the tokens that had been read.
+All runs are planned when it is made. A call that fails changes nothing; one that is stopped keeps what it had read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -207,8 +206,9 @@ class Context:
             raise ContextError(
                 f"there are {len(tokens)} tokens and sequences for {len(sets)}; each token needs one"
             )
-        if not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
-            raise ContextError(f"tokens are from 0 to {self.config.vocab_size - 1}")
+        whole = all(isinstance(token, int | np.integer) for token in tokens)
+        if not whole or not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
+            raise ContextError(f"tokens are whole numbers from 0 to {self.config.vocab_size - 1}")
         for seq in {seq for own in sets for seq in own}:
             self.pools.check(seq)
             self.pools.check_whole(seq)

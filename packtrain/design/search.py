@@ -293,7 +293,7 @@ class Search(Drafts):
     def change(self, shape: StepShape) -> str:
         """The first of a few changes of settings that fits."""
         shape, limit = replace(shape, keep=None), self.limit
-        contexts = [n for n in (shape.time // 2, shape.time // 4, shape.time // 8) if n > 1]
+        contexts = [shape.time >> halved for halved in range(1, shape.time.bit_length() - 1)]
         if self._nbytes(replace(shape, time=2), self.sizes(shape), 0) > limit:
             contexts = []  # because these change the arena
         at = bisect_left(

@@ -53,16 +53,21 @@ class Deferred:
 
 
 def write(
-    path: str | Path, metadata: Mapping[str, Value], tensors: Mapping[str, np.ndarray | Deferred]
+    path: str | Path,
+    metadata: Mapping[str, Value],
+    tensors: Mapping[str, np.ndarray | Deferred],
+    waiting: int = 0,
 ) -> None:
     """Write a GGUF file atomically.
 
     tensors  arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred
+    waiting  bytes of finished parts that may wait to be written; 0: one part is written while the next is made
     Raises GGUFError for names or values the format cannot hold, OSError if writing fails; an existing file then stays
     as it was.
     """
     with atomic_file(path) as file:
-        _write(file, metadata, {name: _deferred(name, given) for name, given in tensors.items()})
+        made = {name: _deferred(name, given) for name, given in tensors.items()}
+        _write(file, metadata, made, waiting)
 
 
 def _deferred(name: str, given: np.ndarray | Deferred) -> Deferred:
@@ -79,7 +84,9 @@ def _deferred(name: str, given: np.ndarray | Deferred) -> Deferred:
     return Deferred(dtype, dtype.tensor_shape(given.shape), lambda: [given])
 
 
-def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, Deferred]) -> None:
+def _write(
+    file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, Deferred], waiting: int
+) -> None:
     alignment = int(metadata.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT)).value)
     file.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
     for key, value in metadata.items():
@@ -90,7 +97,7 @@ def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, 
         axes = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape))
         file.write(_text(name) + axes + struct.pack("<IQ", t.dtype.number, offset))
         offset += -(-t.nbytes // alignment) * alignment
-    _write_behind(file, _pieces(tensors, alignment, file.tell()))
+    _write_behind(file, _pieces(tensors, alignment, file.tell()), waiting)
 
 
 def _pieces(tensors: Mapping[str, Deferred], alignment: int, start: int) -> Iterator[memoryview]:
@@ -109,12 +116,12 @@ def _pieces(tensors: Mapping[str, Deferred], alignment: int, start: int) -> Iter
     yield memoryview(bytes(-at % alignment))
 
 
-def _write_behind(file: BinaryIO, pieces: Iterable[memoryview]) -> None:
-    """Write pieces while the next ones are made; AHEAD bytes may wait."""
+def _write_behind(file: BinaryIO, pieces: Iterable[memoryview], waiting: int) -> None:
+    """Write pieces while the next ones are made."""
     pending, nbytes = deque[tuple[Future[None], int]](), 0
     with ThreadPoolExecutor(1) as thread:
         for piece in pieces:
-            while pending and nbytes + piece.nbytes > AHEAD:
+            while pending and nbytes + piece.nbytes > waiting:
                 written, size = pending.popleft()
                 written.result()
                 nbytes -= size

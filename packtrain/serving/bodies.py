@@ -75,6 +75,10 @@ def parsed(text: bytes) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise InputError("the body is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the body has half of a character: \\u{ord(error.object[error.start]):04x}"
+        ) from None
     except ValueError:
         raise InputError("the body is not JSON") from None
     return found

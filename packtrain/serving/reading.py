@@ -236,8 +236,8 @@ def thinks_of(server: Server, body: Body, text: str, conversation: Conversation)
 
 def conversation_of(body: Body) -> Conversation:
     """The messages and tools of a chat. Raises InputError."""
-    if not isinstance(body.get("messages"), list):
-        raise InputError("'messages' is required; it must be a list of messages")
+    if not isinstance(body.get("messages"), list) or not body.get("messages"):
+        raise InputError("'messages' is required; it must be a list of at least one message")
     try:
         found = question(body.get("messages"), body.get("tools"), "request")
     except InputError as error:  # its advice is about files

@@ -26,6 +26,10 @@ from packtrain.template import ChatTemplate, choose_template, template_named, te
 from packtrain.training.settings import CHAT_TEMPLATE
 
 
+class TooLong(InputError):
+    """A conversation that leaves no room for an answer."""
+
+
 @dataclass(frozen=True)
 class Chat(Speaking):
     """Chat with a model."""
@@ -96,7 +100,7 @@ class Talk:
         begun = bool(self._bos) and text.startswith(self._bos)
         ids = self._tokenizer.encode(text, bos=False if begun else None, eos=False)
         if len(ids) >= self.cells:
-            raise InputError(
+            raise TooLong(
                 f"the conversation has {len(ids):,} tokens and the context {self.cells:,};"
                 " /clear starts a new one, --ctx makes room for more"
             )

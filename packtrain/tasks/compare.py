@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import compress
 from pathlib import Path
 
 from packtrain.corpus.documents import find_sources
@@ -12,10 +13,11 @@ from packtrain.events import Events
 from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.messages import Conversation, Message, Pair
 from packtrain.settings import option, positional, required
-from packtrain.tasks.chat import Chat, Talk
+from packtrain.tasks.chat import Chat, Talk, TooLong
 from packtrain.tasks.evaluate import Evaluate, evaluate, file_to_measure
 from packtrain.training.measure import Mean
 from packtrain.training.settings import CHAT_TEMPLATE, SKIP_BAD
+from packtrain.words import plural
 
 MATCH, SHORTER, LONGER = RULES = ("match", "shorter", "longer")
 FINAL = r"####\s*(.+)"
@@ -111,9 +113,13 @@ def compare(settings: Compare, events: Events) -> Compared:
         losses = evaluate(Evaluate(**{name: getattr(settings, name) for name in names}), events)
     if settings.text is not None:
         texts = evaluate(Evaluate(settings.model, settings.text), events)
+    every = [list(_answers(settings, path, questions, events)) for path in settings.model]
+    fits = [None not in answers for answers in zip(*every, strict=True)]
+    questions = list(compress(questions, fits))
+    _tell(settings, fits, events)
     wanted, subjects = [final_answer(final, q.answer) for q in questions], list[Subject]()
-    for path in settings.model:
-        answers = list(_answers(settings, path, questions, events))
+    for path, given in zip(settings.model, every, strict=True):
+        answers = [answer for answer in compress(given, fits) if answer is not None]
         right = [
             final_answer(final, answer) == want
             for answer, want in zip(answers, wanted, strict=True)
@@ -173,10 +179,24 @@ def _question(record: Conversation | Pair | Plain) -> Question:
     return Question(before, answer["content"], isinstance(record, Pair))
 
 
+def _tell(settings: Compare, fits: Sequence[bool], events: Events) -> None:
+    """Say how many questions are too long for a model. Raises InputError if all are."""
+    count = fits.count(False)
+    if count == len(fits):
+        raise InputError(
+            f"--data: no conversation of {settings.data} leaves room for an answer in the context",
+            "--ctx makes room for more",
+        )
+    if count:
+        events.message(
+            f"{plural(count, 'conversation')} of {len(fits)} left out: no room for an answer in the context (--ctx)"
+        )
+
+
 def _answers(
     settings: Compare, path: Path, questions: Sequence[Question], events: Events
-) -> Iterator[str]:
-    """The likeliest answers of a model."""
+) -> Iterator[str | None]:
+    """The likeliest answers of a model; None to what is too long for it."""
     asked = Chat(
         path, temp=0.0, ctx=settings.ctx, n_predict=settings.n_predict,
         chat_template=settings.chat_template,
@@ -190,5 +210,9 @@ def _answers(
             if stopped():
                 raise Interrupted(f"stopped after {number - 1} of {len(questions)} answers")
             talk.messages = question.messages[:-1]
-            yield talk.answer(question.text).text.strip()
+            try:
+                answer = talk.answer(question.text).text.strip()
+            except TooLong:
+                answer = None
+            yield answer
             told(number, len(questions))

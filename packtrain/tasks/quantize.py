@@ -22,6 +22,7 @@ from packtrain.types.room import Mix
 
 PART = 1 << 20  # values that are converted at a time
 MIB = 1 << 20
+WAITING = 8 * MIB  # of converted values: writing and converting then both go on all the time
 FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
 DROPPED = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
 WEIGHTS = "measure them with `packtrain imatrix`, and give --imatrix, or give data with --calibrate"
@@ -107,7 +108,7 @@ def quantize(settings: Quantize, events: Events) -> Written:
     }
     values = metadata(gguf, mix) | origin
     if settings.calibrate is None:
-        write(settings.output, values, converted)
+        write(settings.output, values, converted, WAITING)
     else:
         calibrated = import_module("packtrain.tasks.calibrated")
         calibrated.write(settings, types, values, converted, events)
@@ -176,7 +177,7 @@ def check_output(output: Path, field: str, read: Iterable[Path], overwrite: bool
     """Raise InputError if the output is one of the files read, or exists without --overwrite."""
     check_writable(output, field)
     if any(output.exists() and output.samefile(path) for path in read):
-        raise InputError(f"{field}: {output} is the model itself; give another name")
+        raise InputError(f"{field}: {output} is one of the files that are read; give another name")
     if output.exists() and not overwrite:
         raise InputError(
             f"{field}: {output} exists; give another name, or --overwrite to replace it"
@@ -185,6 +186,10 @@ def check_output(output: Path, field: str, read: Iterable[Path], overwrite: bool
 
 def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
     """Checks that need no work."""
+    if gguf.metadata.get("general.type") == "adapter":
+        raise InputError(
+            f"{gguf.path} is an adapter, which stays in f32; merge it first (`packtrain merge`)"
+        )
     check_output(settings.output, "output", gguf.paths, settings.overwrite)
     for name, entry in gguf.entries.items():
         stored, wanted = entry.dtype, types[name]

@@ -219,6 +219,10 @@ class Fresh:
 def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     """Read and tokenize the data, and fill in what the settings leave open. Raises InputError."""
     if settings.data is None:
+        if settings.resume:
+            raise InputError(
+                f"--resume: {settings.folder} holds no run to continue; -o names its model"
+            )
         raise InputError(
             "--data must be given: a text file, or a folder with train.txt and valid.txt"
         )

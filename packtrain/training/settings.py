@@ -21,6 +21,7 @@ TYPES = ("f32", "f16", "bf16")
 SKIP_BAD = (
     "skip records that cannot be used instead of refusing the file; the first five are listed"
 )
+LONGEST = 1 << 24  # tokens of a context
 CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(SOURCES)}, or a file"
 DEVICE = (
     "what computes, and whose memory holds the model; numpy is the specification, slow and with memory"
@@ -66,6 +67,7 @@ class RunSettings:
         "context length in tokens (default: the preset's)",
         flags="-c --max-seq-length",
         least=2,
+        most=LONGEST,
     )
     separator: str | None = DATA(
         None, "text between two documents of a .txt file (default: <|endoftext|>, if present)"
@@ -271,7 +273,7 @@ class RunSettings:
 class TrainSettings(RunSettings):
     preset: str = MODEL("1m", "size of the model, by its parameters", choices=tuple(PRESETS))
     dim: int | None = MODEL(None, "width of the embedding (default: the preset's)", least=1)
-    layers: int | None = MODEL(None, "number of blocks (default: the preset's)", least=1)
+    layers: int | None = MODEL(None, "number of blocks (default: the preset's)", least=1, most=1024)
     heads: int | None = MODEL(None, "attention heads (default: the preset's)", least=1)
     kv_heads: int | None = MODEL(
         None, "key and value heads (default: the preset's, or --heads)", least=1

@@ -8,7 +8,7 @@ from packtrain.models.distill import Distill
 from packtrain.models.preference import KINDS, Preference, preference
 from packtrain.samples import TRUNCATE
 from packtrain.settings import DATA, LORA, OUTPUT, TRAINING, positional
-from packtrain.training.settings import CHAT_TEMPLATE, WRITTEN, RunSettings
+from packtrain.training.settings import CHAT_TEMPLATE, LONGEST, WRITTEN, RunSettings
 
 NEXT_TOKEN = "next-token"
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
@@ -31,6 +31,7 @@ class TuneSettings(RunSettings):
         "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
         flags="-c --max-seq-length",
         least=2,
+        most=LONGEST,
     )
     adapter: Path | None = OUTPUT(None, "write a copy of the LoRA adapter to this GGUF file")
     type: str | None = OUTPUT(

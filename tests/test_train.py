@@ -463,6 +463,8 @@ def test_windows_begin_after_a_text(tmp_path, capsys):
     assert main(arguments(path, tmp_path / "m.gguf", *flags)) == 0
     assert main(arguments(path, tmp_path / "n.gguf", "--sample-start", "")) == 2
     assert "--sample-start is empty" in said(capsys)[-1]
+    assert main(arguments(path, tmp_path / "p.gguf", *flags, "--sample-start", "nowhere")) == 0
+    assert any("--sample-start 'nowhere' divides no file" in line for line in said(capsys))
 
 
 def test_checkpoints_and_models_are_kept_by_number(data, tmp_path, capsys):

@@ -69,6 +69,8 @@ def write_corpus(text: Text, folder: Path, say: Say) -> None:
         files = {part: stack.enter_context(write_tokens(folder, part, tokenizer)) for part in parts}
         nbytes = _write(divided("tokenizing"), tokenizer, files)
         _check_filled(text, files)
+    if text.kept and found.documents <= len(sources):
+        found_notes.append(f"--sample-start {text.separator!r} divides no file: each is one sample")
     notes = [*found_notes, note, *(_note(part, file, nbytes[part]) for part, file in files.items())]
     kept = {"general.architecture": Value("string", "llama"), **vocabulary}
     gguf.write(folder / VOCABULARY_FILE, kept, {})

@@ -233,8 +233,8 @@ def _windows(
     begin = "" if bos is None else ", each starting with BOS"
     count = batches.windows * (batches.time - batches.skipped)
     method = (
-        f"{path}: {batches.windows:,} windows of {length:,} tokens{begin}; the second half of each window is scored"
-        f" ({count:,} tokens), as in llama-perplexity"
+        f"{path}: {plural(batches.windows, 'window')} of {length:,} tokens{begin};"
+        f" the second half of each window is scored ({count:,} tokens), as in llama-perplexity"
     )
     return Prepared(batches, ids, method)
 

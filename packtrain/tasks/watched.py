@@ -46,7 +46,7 @@ def room(settings: RunSettings, runs: bool) -> Iterator[None]:
     if settings.watch is None:
         yield
         return
-    serving()
+    serving().address(settings.watch)  # refuses what is none
     held = bytearray(b"\1") * (ROOM_NBYTES + (0 if runs else STARTED_NBYTES))
     yield
     del held

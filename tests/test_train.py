@@ -369,8 +369,8 @@ def test_links_are_followed_and_devices_left_alone(data, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.gguf")
     line = refused(capsys, arguments(data, tmp_path / "pipe.gguf", "--overwrite"))
     assert "not a regular file" in line
-    for name in ("", ".", "/"):
-        assert "is a folder" in refused(capsys, arguments(data, name))
+    for name, why in (("", "--output is empty"), (".", "is a folder"), ("/", "is a folder")):
+        assert why in refused(capsys, arguments(data, name))
 
 
 def test_a_run_outlives_whoever_reads_of_it(data, tmp_path):

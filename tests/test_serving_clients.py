@@ -12,6 +12,7 @@ import pytest
 from packtrain.errors import InputError
 from packtrain.samples.render import Renderer
 from packtrain.serving import slots
+from packtrain.serving.bodies import parsed
 from packtrain.serving.server import Limits
 from packtrain.template import ChatTemplate
 from tests.clients import ASK, Api, connected, openai, opened
@@ -187,7 +188,7 @@ def test_settings_change_what_comes(api):
 BAD: list[tuple[Any, str]] = [
     ({"messages": None}, "'messages' is required"),
     ({"messages": "the"}, "'messages' is required"),
-    ({"messages": []}, "messages must be a list"),
+    ({"messages": []}, "it must be a list of at least one message"),
     ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
     ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]: content"),
     ({"messages": [{"content": "a"}]}, "role"),
@@ -316,3 +317,9 @@ def test_who_waits_no_longer_frees_the_slot(api):
         hasty.chat.completions.create(model="m", messages=ASK, extra_body={"ignore_eos": True})
     assert api.idle()
     assert api.chat().choices[0].message.content == want
+
+
+def test_half_a_surrogate_pair_is_named() -> None:
+    with pytest.raises(InputError, match=r"half a surrogate pair, \\udc00; it needs both"):
+        parsed(rb'{"prompt": "a\udc00"}')
+    assert parsed(rb'{"prompt": "\ud83d\ude00"}') == {"prompt": "\U0001f600"}

@@ -71,14 +71,13 @@ def parsed(text: bytes) -> Any:
         found = (
             json.loads(words, parse_float=_finite, parse_constant=_finite) if words.strip() else {}
         )
-        if "\\u" in words:  # half of a character is none
+        if "\\u" in words:
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise InputError("the body is nested too deeply") from None
     except UnicodeEncodeError as error:
-        raise InputError(
-            f"the body has half of a character: \\u{ord(error.object[error.start]):04x}"
-        ) from None
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise InputError(f"the body has half a surrogate pair, {half}", "it needs both") from None
     except ValueError:
         raise InputError("the body is not JSON") from None
     return found

@@ -4,6 +4,7 @@ import importlib
 import shutil
 import struct
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,3 +259,23 @@ def test_what_is_written_is_handed_to_the_disk_once_and_in_order(
     assert handed[0][0] == 0 and all(count % 1000 == 0 for _, count in handed)
     assert [at for at, _ in handed[1:]] == [at + count for at, count in handed[:-1]]
     assert sum(count for _, count in handed) > (tmp_path / "m.gguf").stat().st_size - 1000
+
+
+@pytest.mark.parametrize("waiting", [0, 100_000])
+def test_where_nothing_may_wait_a_tensor_is_written_before_the_next_is_made(tmp_path, waiting):
+    made, alive = list["weakref.ref[np.ndarray]"](), list[int]()
+
+    def values() -> list[np.ndarray]:
+        until = time.monotonic() + 5
+        while waiting == 0 and time.monotonic() < until and any(one() is not None for one in made):
+            time.sleep(0.001)  # the thread lets go of a part just after it is written
+        alive.append(sum(one() is not None for one in made))
+        new = np.full(1000, len(made), np.float32)
+        made.append(weakref.ref(new))
+        return [new]
+
+    tensors = {f"t{i}": Deferred(f32, (1000,), values) for i in range(8)}
+    write(tmp_path / "m.gguf", {}, tensors, waiting)
+    assert waiting or alive == [0] * 8
+    read = GGUF(tmp_path / "m.gguf")
+    assert all((read.array(f"t{i}") == i).all() for i in range(8))

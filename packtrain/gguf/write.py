@@ -61,7 +61,7 @@ def write(
     """Write a GGUF file atomically.
 
     tensors  arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred
-    waiting  bytes of finished parts that may wait to be written; 0: one part is written while the next is made
+    waiting  bytes of finished parts that may wait to be written; 0: only one, while the next of its tensor is made
     Raises GGUFError for names or values the format cannot hold, OSError if writing fails; an existing file then stays
     as it was.
     """
@@ -101,23 +101,24 @@ def _write(
 
 
 def _pieces(tensors: Mapping[str, Deferred], alignment: int, start: int) -> Iterator[memoryview]:
-    """The bytes of all tensors part by part, each tensor aligned; the first follows `start` bytes."""
-    at = start
+    """The bytes of all tensors part by part, each filled up to the alignment; the first follows `start` bytes."""
+    yield memoryview(bytes(-start % alignment))
     for name, t in tensors.items():
-        if gap := -at % alignment:
-            yield memoryview(bytes(gap))
-        nbytes = 0
-        for part in map(np.ascontiguousarray, t.make()):
-            nbytes += part.nbytes
-            yield part.reshape(-1).view(np.uint8).data
-        if nbytes != t.nbytes:
-            raise GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
-        at += gap + nbytes
-    yield memoryview(bytes(-at % alignment))
+        yield from _parts(name, t)
+        yield memoryview(bytes(-t.nbytes % alignment))
+
+
+def _parts(name: str, t: Deferred) -> Iterator[memoryview]:
+    nbytes = 0
+    for part in map(np.ascontiguousarray, t.make()):
+        nbytes += part.nbytes
+        yield part.reshape(-1).view(np.uint8).data
+    if nbytes != t.nbytes:
+        raise GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
 
 
 def _write_behind(file: BinaryIO, pieces: Iterable[memoryview], waiting: int) -> None:
-    """Write pieces while the next ones are made."""
+    """Write pieces while the next ones are made; where nothing may wait, a tensor is written before the next begins."""
     pending, nbytes = deque[tuple[Future[None], int]](), 0
     with ThreadPoolExecutor(1) as thread:
         for piece in pieces:

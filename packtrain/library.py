@@ -68,6 +68,9 @@ def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
     """Split keywords into settings, checked as on the command line, and callbacks. Raises InputError."""
     assert is_dataclass(cls)
     called = {name: given[name] for name in given.keys() & CALLBACKS}
+    for name, function in called.items():
+        if name != "cancel" and function is not None and not callable(function):
+            raise InputError(f"{name} is {function!r}; it must be a function")
     rest = {name: value for name, value in given.items() if name not in CALLBACKS}
     if type(rest.get("memory")) is int:
         rest["memory"] = f"{rest['memory']}B"

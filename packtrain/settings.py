@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,7 +76,7 @@ def options(cls: type) -> list["dataclasses.Field[Any]"]:
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     """Add the flags of a settings class by group, and `--config FILE`. The namespace has only the flags that are given,
     as text; `from_flags` checks them."""
-    types_, fields = typing.get_type_hints(cls), _fields(cls)
+    types_, fields = _hints(cls), _fields(cls)
     parser.add_argument(
         "--config", metavar="FILE", help="read settings from a YAML file; flags override it"
     )
@@ -106,7 +106,7 @@ def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]",
 
 def positionals(cls: type) -> list[str]:
     """The positional arguments as a usage line shows them."""
-    types_ = typing.get_type_hints(cls)
+    types_ = _hints(cls)
     named = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
     shown = {n: f"{n.upper()} …" if _kind(types_[n])[1] else n.upper() for n in named}
     given = dataclasses.MISSING
@@ -158,8 +158,13 @@ def _complete(cls: type[T], values: Mapping[str, Any]) -> T:
 
 def clean(cls: type, values: Mapping[str, Any], source: str = "") -> dict[str, Any]:
     """The values converted to the types of their fields. Raises InputError naming the file or the flag."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
+
+
+@cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:

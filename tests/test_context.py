@@ -36,6 +36,15 @@ def test_a_cache_of_another_type_is_refused() -> None:
         cache_of(PLAIN, CELLS, 1, "q4", 8, swa_full=False)
 
 
+@pytest.mark.parametrize(
+    "name", ["cells", "sequences", "rows", "longest", "checkpoints", "spacing"]
+)
+@pytest.mark.parametrize("number", [-1, 1.5])
+def test_numbers_of_a_context_are_whole_and_not_below_zero(name: str, number: float) -> None:
+    with pytest.raises(ContextError, match=f"{name} is {number}; it must be a whole number"):
+        Context("none.gguf", **{name: number})
+
+
 # ---- the reference: each sequence has its own keys, not rotated
 
 

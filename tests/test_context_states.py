@@ -56,8 +56,17 @@ def test_numbers_out_of_range_change_nothing():
     for call in (made.remove, made.keep, made.release):
         with pytest.raises(ContextError, match="there is no sequence 9"):
             call(9)
-    with pytest.raises(ContextError, match="the divisor is 0; it must be at least 1"):
+    with pytest.raises(ContextError, match="divisor is 0; it must be a whole number, at least 1"):
         made.divide(1, 0)
+    for call, line in (
+        (lambda: made.remove(1, -2), "since is -2; it must be a whole number, at least 0"),
+        (lambda: made.copy(1, 0, 0, 1.5), "until is 1.5; it must be a whole number"),
+        (lambda: made.shift(1, 0.5), "by is 0.5; it must be a whole number"),
+        (lambda: made.tokens(-1), "there is no sequence -1"),
+        (lambda: made.next(9), "there is no sequence 9"),
+    ):
+        with pytest.raises(ContextError, match=line):
+            call()
     assert np.array_equal(made.pools.all.sets, before) and made.tokens(1) == [1, 2, 3]
 
 

@@ -88,6 +88,8 @@ def test_a_task_in_a_thread_raises_where_its_result_is_asked_for(tmp_path: Path)
 def test_errors_are_the_sentences_of_the_command_line(text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--batch-size is 0; it must be 1 or more"):
         pt.train(text, output=tmp_path / "m.gguf", batch_size=0)
+    with pytest.raises(InputError, match=r"on_step is 5; it must be a function"):
+        pt.train("none.txt", on_step=5)
     with pytest.raises(InputError, match=r"^there is no setting itres; did you mean iters"):
         pt.train(text, output=tmp_path / "m.gguf", itres=3)
     for memory in ("10MiB", 10 << 20):

@@ -277,6 +277,20 @@ def test_mirostat_holds_the_surprise_near_its_target(version):
     assert abs(np.mean(seen[200:]) - 4.0) < 0.7
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"temp": math.nan}, "--temp is nan; it must be finite"),
+        ({"temp": -1}, "--temp is -1.0; it must be 0 or more"),
+        ({"top_p": 2}, "--top-p is 2.0; it must be from 0 to 1"),
+        ({"top_k": "many"}, "--top-k is 'many'; it must be a whole number"),
+    ],
+)
+def test_settings_out_of_range(given, line):
+    with pytest.raises(InputError, match=line):
+        Sampling(**given)
+
+
 def test_biases():
     assert logit_bias(made(FOUR), {1: -math.inf, 2: 1.0}).logits[1] == -math.inf
     logits = np.log(FOUR).astype(np.float32)

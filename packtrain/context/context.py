@@ -4,7 +4,6 @@ All runs are planned when it is made. A call that fails changes nothing; one tha
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,8 @@ from packtrain.backends import CPU, Target
 from packtrain.context.adapters import Adapters
 from packtrain.context.checkpoints import ANEW, Checkpoints
 from packtrain.context.plans import MOVE, MOVED, PROMPTS, Name, Sizes, cache_of, placements
-from packtrain.context.pools import STATE, ContextError, Move, Piece, Pools, move_inputs
-from packtrain.context.results import NUMBERS, Results
+from packtrain.context.pools import STATE, ContextError, Move, Piece, Pools, at_least, move_inputs
+from packtrain.context.results import NUMBERS, Results, wanted_rows
 from packtrain.context.room import check_room
 from packtrain.context.state import (
     Origin,
@@ -77,6 +76,8 @@ class Context:
         target: Target = CPU,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        at_least(1, cells=cells, sequences=sequences)
+        at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
         file = model if isinstance(model, ModelFile) else open_model(model)
         sizes = Sizes.of(cells, rows or (0 if hidden else sequences), prompts)
         kind = sequences, cache, sizes.tokens[0], swa_full
@@ -177,12 +178,7 @@ class Context:
         chains: Sequence[Chain] | None = None,
     ) -> list[Given]:
         sets = self._sets(tokens, seqs)
-        last = {own[0]: i for i, own in enumerate(sets)}
-        rows = sorted(last.values()) if wanted is None else [*wanted]
-        if any(a >= b for a, b in pairwise((-1, *rows, len(tokens)))):
-            raise ContextError(
-                f"wanted places must ascend, from 0 to {len(tokens) - 1}; these are {rows}"
-            )
+        rows = wanted_rows(sets, wanted)
         results = Results.of(len(rows), chains)
         self._make_room(sets)
         done = list[Piece]()
@@ -192,7 +188,7 @@ class Context:
         except CacheFull:  # of the ring, where several tokens have one position
             for piece in done:
                 self.pools.undo(piece)
-            for seq in last:
+            for seq in {own[0] for own in sets}:
                 self._checkpoints.drop(seq, self.next(seq))
             raise
         for seq in {seq for own in sets for seq in own}:
@@ -260,15 +256,17 @@ class Context:
 
     def next(self, seq: int) -> int:
         """The position of its next token: 0 if it is empty."""
+        self.pools.check(seq)
         return self.pools.all.next(seq)
 
     def tokens(self, seq: int) -> list[int]:
         """Those that it has, by position."""
+        self.pools.check(seq)
         return [int(t) for t in self.pools.tokens[self.pools.all.of(seq)]]
 
     def copy(self, seq: int, to: int, since: int = 0, until: int | None = None) -> None:
         """Let `to` have the positions of another sequence from `since` on, below `until`. They share cells."""
-        self.pools.check(seq)
+        self.pools.check(seq, since, until)
         self.pools.check(to)
         if seq != to:
             moves = self.pools.copy(seq, to, since, until)
@@ -278,7 +276,7 @@ class Context:
 
     def remove(self, seq: int, since: int = 0, until: int | None = None) -> None:
         """Remove positions of a sequence; those after them stay where they are."""
-        self.pools.check(seq)
+        self.pools.check(seq, since, until)
         self.pools.drop(seq, since, until)
         self._checkpoints.drop(seq, since)
         if not len(self.pools.all.of(seq)):
@@ -297,12 +295,10 @@ class Context:
 
     def divide(self, seq: int, divisor: int, since: int = 0, until: int | None = None) -> None:
         """Divide positions of a sequence, rounding down: several tokens may then have one position."""
-        if divisor < 1:
-            raise ContextError(f"the divisor is {divisor}; it must be at least 1")
         self._change(seq, since, until, divisor=divisor)
 
     def _change(self, seq: int, since: int, until: int | None, **how: int) -> None:
-        self.pools.check(seq)
+        self.pools.check(seq, since, until)
         moves = self.pools.change(seq, since, until, **how)
         self._checkpoints.drop(seq, since)
         self._move(moves)

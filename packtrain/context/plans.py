@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain.backends import CPU, Target
-from packtrain.context.pools import SPARE, ContextError
+from packtrain.context.pools import SPARE, ContextError, at_least
 from packtrain.context.results import outputs
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.graph import Graph
@@ -36,8 +36,10 @@ class Sizes:
     @classmethod
     def of(cls, cells: int, rows: int, prompts: Sequence[int] = PROMPTS) -> "Sizes":
         """Those of a context: `rows` of results, 0: as many as tokens; `prompts`: sizes for reading them."""
+        for size in prompts:
+            at_least(1, prompts=size)
         powers = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
-        every = {n for n in (*prompts, *FEW, *powers) if n <= max(cells, 1)}
+        every = {n for n in (*prompts, *FEW, *powers) if n <= cells}
         tokens = tuple(sorted(every, reverse=True))
         return cls(tokens, rows or tokens[0])
 

@@ -23,6 +23,13 @@ class ContextError(ValueError):
     """A context cannot do what is asked; it stays as it was."""
 
 
+def at_least(least: int, **given: object) -> None:
+    """Raise ContextError for one that is not a whole number, or below `least`."""
+    for name, number in given.items():
+        if not isinstance(number, int | np.integer) or number < least:
+            raise ContextError(f"{name} is {number!r}; it must be a whole number, at least {least}")
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Some tokens that run together: their inputs, the cells they took, and whose lines and states they read."""
@@ -101,9 +108,11 @@ class Pools:
         """Tokens between checkpoints."""
         return max(self.window, SPACING if self.states else 0)
 
-    def check(self, seq: int) -> None:
+    def check(self, seq: int, since: int = 0, until: int | None = None) -> None:
+        """Raise ContextError where there is no such sequence, or positions are none."""
         if not 0 <= seq < self.sequences:
             raise ContextError(f"there is no sequence {seq}; there are {self.sequences}, from 0 on")
+        at_least(0, since=since, until=0 if until is None else until)
 
     # ---- taking cells
 
@@ -253,6 +262,8 @@ class Pools:
 
         Cells that other sequences have, too, are copied first.
         """
+        at_least(-(2**31), by=by)
+        at_least(1, divisor=divisor)
         if self.learned:
             raise ContextError("learned positions are in keys and values already: none can change")
         if self.width and divisor > 1:

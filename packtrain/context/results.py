@@ -6,6 +6,7 @@ Settings of samplers are inputs by row, so that the plans of a context serve any
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,6 +28,17 @@ def outputs(logits: Tensor) -> dict[str, Tensor]:
     numbers, counts = input(NUMBERS, (n, 3), f64), input(COUNTS, (n, 3), i64)
     token = ops.draw(ids, values, numbers, counts)
     return {"result": logits, "ids": ids, "values": values, "token": token}
+
+
+def wanted_rows(sets: Sequence[tuple[int, ...]], wanted: Sequence[int] | None) -> list[int]:
+    """Places of the tokens whose results are wanted; None: the last of each sequence. Raises ContextError."""
+    last = {own[0]: i for i, own in enumerate(sets)}
+    rows = sorted(last.values()) if wanted is None else [*wanted]
+    if any(a >= b for a, b in pairwise((-1, *rows, len(sets)))):
+        raise ContextError(
+            f"wanted places must ascend, from 0 to {len(sets) - 1}; these are {rows}"
+        )
+    return rows
 
 
 @dataclass(slots=True)

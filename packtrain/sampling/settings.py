@@ -3,12 +3,12 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import MappingProxyType
 
 from packtrain.errors import InputError
-from packtrain.settings import SAMPLING
+from packtrain.settings import SAMPLING, clean
 from packtrain.words import did_you_mean
 
 # tfs_z stands where llama.cpp had it until it was removed
@@ -99,6 +99,12 @@ class Sampling:
         flags="-l",
         metavar="ID(+|-)X",
     )
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a value out of its range, also where settings are made without a command line."""
+        own = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        for name, value in clean(Sampling, own).items():
+            object.__setattr__(self, name, value)
 
     @property
     def order(self) -> tuple[str, ...]:

@@ -1,17 +1,20 @@
 """Atomic writes: a file is written under a temporary name in the same folder, synced, then renamed."""
 
 import ctypes
+import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from packtrain.errors import InputError
 
+NUMBERS = count()  # of temporary files: several threads may write one file, and the last one wins
 WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing, without waiting
 # Windows has none: no lock there
 fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
@@ -21,20 +24,30 @@ fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """`with atomic_path(path) as part:` a temporary name for a file that replaces `path` when the block succeeds.
 
-    If the block raises or the process dies, the old file stays as it was. A symlink stays a symlink: its target is
-    replaced. The file must be synced when the block ends.
+    If the block raises or the process dies, the old file stays as it was; who may read it stays the same. A symlink
+    stays a symlink: its target is replaced. The file must be synced when the block ends.
     """
     path = Path(path).resolve()
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part, mode = _part_of(path), path.stat().st_mode & 0o777 if path.exists() else None
     try:
+        if mode is not None:
+            part.touch(0o600)
         yield part
+        if mode is not None:
+            part.chmod(mode)
         os.replace(part, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # the error of a full disk has no file name
+        if error.filename == str(part):
+            error.filename = str(path)
         raise
     finally:
         part.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def _part_of(path: Path) -> Path:
+    """A name for a temporary file beside it, from which `remove_parts` reads the process."""
+    return path.with_name(f".{path.name}.{next(NUMBERS)}.{os.getpid()}.part")
 
 
 def remove_parts(folder: Path) -> None:
@@ -56,10 +69,33 @@ def _lives(pid: int) -> bool:
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """`with atomic_file(path) as file:` a file that replaces `path` when the block succeeds, see atomic_path."""
-    with atomic_path(path) as part, open(part, "wb") as file:
+    with atomic_path(path) as part, io.BufferedWriter(_Output(part, path)) as file:
         yield file
         file.flush()
-        os.fsync(file.fileno())
+        with _named(path):
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """Name the file in errors of writing, which have no name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+class _Output(io.FileIO):
+    """The temporary file, whose errors name the file that it will be."""
+
+    def __init__(self, part: Path, path: str | Path) -> None:
+        super().__init__(part, "w")
+        self._path = path
+
+    def write(self, data: Any) -> int:
+        with _named(self._path):
+            return super().write(data)
 
 
 def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
@@ -93,17 +129,28 @@ def check_writable(path: str | Path, field: str) -> None:
         raise InputError(f"{field}: {path} is a folder; give the name of a file")
     if path.exists() and not path.is_file():
         raise InputError(f"{field}: {path} is not a regular file; give the name of a new file")
-    if not path.resolve().parent.exists():
+    real = _resolved(path, field)
+    if not real.parent.exists():
         raise InputError(
             f"{field}: {path} cannot be written: the folder {path.parent} does not exist; create it first"
         )
-    trial = path.resolve().with_name(f".{path.resolve().name}.{os.getpid()}.part")
+    trial = _part_of(real)
     try:
         trial.touch()
-        trial.unlink()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"{field}: {path} cannot be written: {reason}") from None
+    finally:
+        with suppress(OSError):
+            trial.unlink()
+
+
+def _resolved(path: Path, field: str) -> Path:
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError):  # the latter since Python 3.13
+        what = "is a link that leads back to itself; give another name"
+        raise InputError(f"{field}: {path} {what}") from None
 
 
 def existing(path: str | Path, field: str) -> Path:

@@ -1,6 +1,7 @@
 """The format: its constants and limits, values and tensor entries. Nothing is read or written here."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from packtrain.errors import InputError
 QUANTIZATION_VERSION = 2  # of the block types: ggml.h, GGML_QNT_VERSION
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 NAME_NBYTES, AXES = 64, 4  # ggml's limits: names end within 64 bytes, at most four axes
-ALIGNMENT_KEY = "general.alignment"
+ALIGNMENT_KEY, MOST_ALIGNMENT = "general.alignment", 1 << 20
 TYPES = {t.number: t for t in DTYPES.values() if t.number is not None}
 # gguf.h, enum gguf_type, by number
 KINDS = (
@@ -32,6 +33,17 @@ class Value:
 
     kind: str
     value: Any
+
+
+def alignment_of(values: Mapping[str, Value]) -> int:
+    """What offsets of tensors are multiples of, in bytes. Raises GGUFError."""
+    given = values.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT))
+    value = given.value
+    if given.kind != "u32" or not isinstance(value, int):
+        raise GGUFError(f"{ALIGNMENT_KEY} is of kind {given.kind}; it must be one u32")
+    if not 1 <= value <= MOST_ALIGNMENT or value & (value - 1):
+        raise GGUFError(f"{ALIGNMENT_KEY} is {value}; it must be a power of two up to 2**20")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 
 from packtrain.gguf.format import (
-    ALIGNMENT,
-    ALIGNMENT_KEY,
     AXES,
     KINDS,
     MAGIC,
@@ -26,6 +24,7 @@ from packtrain.gguf.format import (
     Entry,
     GGUFError,
     Value,
+    alignment_of,
     tensor_nbytes,
 )
 
@@ -35,7 +34,6 @@ MOST_THINGS = 1 << 14
 # in arrays, all together: the largest vocabularies have 0.8 million texts and merges
 MOST_STRINGS = 1 << 21
 MOST_NBYTES = 2**63 - 1  # of an array, if no axis were 0: what NumPy and ggml can count
-MOST_ALIGNMENT = 1 << 20
 SHOWN = 80  # characters of a text of the file in an error
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 SCALARS = {
@@ -73,7 +71,10 @@ class Part:
         tensors, pairs = self._things("tensor count", 24), self._things("metadata count", 13)
         for _ in range(pairs):
             self._pair()
-        alignment = self._alignment()
+        try:
+            alignment = alignment_of(self.values)
+        except GGUFError as error:
+            raise self._wrong(str(error)) from None
         for _ in range(tensors):
             self._entry()
         self._place(-(-self.at // alignment) * alignment, alignment)
@@ -159,15 +160,6 @@ class Part:
             at += size
         self.at = at
         return found
-
-    def _alignment(self) -> int:
-        given = self.values.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT))
-        value = given.value
-        if given.kind != "u32" or not isinstance(value, int):
-            raise self._wrong(f"{ALIGNMENT_KEY} is of kind {given.kind}; it must be one u32")
-        if not 1 <= value <= MOST_ALIGNMENT or value & (value - 1):
-            raise self._wrong(f"{ALIGNMENT_KEY} is {value}; it must be a power of two up to 2**20")
-        return value
 
     # ---- tensors
 

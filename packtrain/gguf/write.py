@@ -1,11 +1,12 @@
 """Writing GGUF files atomically, tensor by tensor."""
 
 import struct
-from collections import deque
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -13,8 +14,6 @@ import numpy as np
 from packtrain.dtypes import NUMPY, Dtype
 from packtrain.files import atomic_file, write_ahead
 from packtrain.gguf.format import (
-    ALIGNMENT,
-    ALIGNMENT_KEY,
     AXES,
     KINDS,
     MAGIC,
@@ -23,10 +22,13 @@ from packtrain.gguf.format import (
     VERSIONS,
     GGUFError,
     Value,
+    alignment_of,
     tensor_nbytes,
 )
 
 AHEAD = 8 << 20  # bytes that are handed to the disk at a time
+Given = SimpleQueue[memoryview | None]
+Done = SimpleQueue[int | BaseException | None]
 ITEMS = 4096  # list items encoded at a time: a vocabulary may have hundreds of thousands
 
 
@@ -87,7 +89,7 @@ def _deferred(name: str, given: np.ndarray | Deferred) -> Deferred:
 def _write(
     file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, Deferred], waiting: int
 ) -> None:
-    alignment = int(metadata.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT)).value)
+    alignment = alignment_of(metadata)
     file.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
     for key, value in metadata.items():
         file.write(_text(key))
@@ -118,18 +120,52 @@ def _parts(name: str, t: Deferred) -> Iterator[memoryview]:
 
 
 def _write_behind(file: BinaryIO, pieces: Iterable[memoryview], waiting: int) -> None:
-    """Write pieces while the next ones are made; where nothing may wait, a tensor is written before the next begins."""
-    pending, nbytes = deque[tuple[Future[None], int]](), 0
-    with ThreadPoolExecutor(1) as thread:
+    """Write pieces while the next ones are made; where nothing may wait, a tensor is written before the next begins.
+
+    Ctrl-C can come at any moment: no lock here is taken in Python, which could be left locked.
+    """
+    given, written = Given(), Done()
+    if waiting:  # glibc keeps freed memory of blocks smaller than the largest freed: parts are made there again
+        np.empty(2 * waiting, np.uint8)
+    pending, begun = 0, False
+    try:
+        start_new_thread(_write_given, (file, given, written))
+        begun = True
         for piece in pieces:
-            while pending and nbytes + piece.nbytes > waiting:
-                written, size = pending.popleft()
-                written.result()
-                nbytes -= size
-            pending.append((thread.submit(_put, file, piece), piece.nbytes))
-            nbytes += piece.nbytes
-        for written, _ in pending:
-            written.result()
+            while pending and pending + piece.nbytes > waiting:
+                pending -= _size(written.get())
+            if piece.nbytes:
+                given.put(piece)
+                pending += piece.nbytes
+        while pending:
+            pending -= _size(written.get())
+    finally:
+        with suppress(Empty):  # after an error no one needs what still waits
+            while True:
+                given.get_nowait()
+        given.put(None)
+        while begun and written.get() is not None:
+            pass
+
+
+def _size(done: int | BaseException | None) -> int:
+    """Bytes that were written; raises what writing raised."""
+    if isinstance(done, BaseException):
+        raise done
+    return done or 0
+
+
+def _write_given(file: BinaryIO, given: Given, written: Done) -> None:
+    """Write what is given, in that order, until None or an error; None then says that it ended."""
+    try:
+        while (data := given.get()) is not None:
+            _put(file, data)
+            nbytes = data.nbytes
+            del data  # its memory is free before the next part is made
+            written.put(nbytes)
+    except BaseException as error:  # `_size` raises it
+        written.put(error)
+    written.put(None)
 
 
 def _put(file: BinaryIO, data: memoryview) -> None:

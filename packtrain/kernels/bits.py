@@ -30,6 +30,7 @@ from packtrain.kernels.simd import (
 llvmlite.binding.initialize_native_asmparser()
 AVX512, AVX2, F16C = (runtime.has(name) for name in ("avx512f", "avx2", "f16c"))
 HALF, I8, I16 = ir.HalfType(), ir.IntType(8), ir.IntType(16)
+WIDE = ir.VectorType(ir.DoubleType(), LANES)
 
 
 class Bits(types.Type):
@@ -252,9 +253,41 @@ def emit_set_lanes(builder, v):
 set_lanes = converting(i32x16, types.int64, emit_set_lanes)  # bit i: lane i is not zero
 
 
-def emit_squares(builder, v):
-    wide = builder.fpext(v, ir.VectorType(ir.DoubleType(), LANES))
-    return fold(builder, builder.fmul(wide, wide), lambda builder, a, b: builder.fadd(a, b))
+class Sums(types.Type):
+    """The numba type of 16 f64 in LLVM vectors, in which f32 are added without loss."""
+
+    def __init__(self):
+        super().__init__(name="f64x16")
 
 
-squares = converting(f32x16, types.float64, emit_squares)  # their sum, in f64
+f64x16 = Sums()
+
+
+@register_model(Sums)
+class SumsModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, WIDE)
+
+
+@intrinsic
+def no_sums(typingctx):
+    return f64x16(), lambda context, builder, sig, args: ir.Constant(WIDE, [0.0] * LANES)
+
+
+@intrinsic
+def add_squares(typingctx, sums, v):
+    """sums + v * v by lane."""
+
+    def codegen(context, builder, sig, args):
+        wide = builder.fpext(args[1], WIDE)
+        return call(builder, "llvm.fma.v16f64", WIDE, wide, wide, args[0])
+
+    return f64x16(f64x16, f32x16), codegen
+
+
+@intrinsic
+def total_of(typingctx, sums):
+    def codegen(context, builder, sig, args):
+        return fold(builder, args[0], lambda builder, a, b: builder.fadd(a, b))
+
+    return types.float64(f64x16), codegen

@@ -5,7 +5,7 @@ import math
 from numba import types
 
 from packtrain.kernels import bits, codes, search, simd
-from packtrain.kernels.bits import squares
+from packtrain.kernels.bits import add_squares, no_sums, total_of
 from packtrain.kernels.call import each, kernel
 from packtrain.kernels.dequantize import row as unpack_row
 from packtrain.kernels.rooms import choice, explain, from_rooms
@@ -27,23 +27,23 @@ def row(kind, target, source, count):
 
 @kernel(f64(i64, i64))
 def squares_of(x, count):
-    found = f64(0.0)
+    found = no_sums()
     for i in range(0, count, LANES):
-        found += squares(load_part(x, i, count - i))
-    return found
+        found = add_squares(found, load_part(x, i, count - i))
+    return total_of(found)
 
 
 @kernel(f64(i64, i64, i64, i64, i64))
 def squared_error(kind, packed, nbytes, x, count):
     """Of one row: squares of the f32 differences."""
-    line, found = scratch(LINE), f64(0.0)
+    line, found = scratch(LINE), no_sums()
     for at in range(0, count, LINE):
         left = min(count - at, LINE)
         unpack_row(kind, line, packed + at * nbytes // count, left)
         for i in range(0, left, LANES):
             given = load_part(x, at + i, left - i)
-            found += squares(load_part(line, i, left - i) - given)
-    return found
+            found = add_squares(found, load_part(line, i, left - i) - given)
+    return total_of(found)
 
 
 @kernel(void(i64, bytes2, types.Array(f64, 2, "C"), in2, i64))

@@ -2,7 +2,7 @@
 
 import sys
 
-from packtrain.cli import command
+from packtrain_command import main
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(main())

@@ -4,7 +4,7 @@ import ctypes
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -143,6 +143,31 @@ def check_writable(path: str | Path, field: str) -> None:
     finally:
         with suppress(OSError):
             trial.unlink()
+
+
+def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
+    """Raise InputError if an output is one of the files that are read, or of those in a folder that is read.
+
+    GGUF files in such a folder are none: data and checkpoints have other names.
+    """
+    if not path.exists():
+        return
+    for one in filter(None, read):
+        inside = path.suffix != ".gguf" and path.resolve().is_relative_to(one.resolve())
+        if one.exists() and (path.samefile(one) or inside):
+            raise InputError(
+                f"{field}: {path} is one of the files that are read; give another name"
+            )
+
+
+def check_output(output: Path, field: str, read: Iterable[Path | None], overwrite: bool) -> None:
+    """Raise InputError if a file cannot be written there, is read, or exists without --overwrite."""
+    check_writable(output, field)
+    check_not_read(output, field, read)
+    if output.exists() and not overwrite:
+        raise InputError(
+            f"{field}: {output} exists; give another name, or --overwrite to replace it"
+        )
 
 
 def _resolved(path: Path, field: str) -> Path:

@@ -1,8 +1,10 @@
 """The command line before any work: names that are misspelt, values that cannot be, streams that are closed."""
 
+import gc
 import io
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import zipfile
@@ -102,6 +104,21 @@ def test_ctrl_c_while_a_command_is_loaded_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(cli, "import_module", stopped)
     code, lines = left(["inspect", "m.gguf"], capsys)
     assert code == 130 and lines == ["packtrain: stopped at once, without saving"]
+
+
+def test_ctrl_c_while_a_command_is_loaded_waits_until_it_is(capsys, monkeypatch):
+    load, loaded = cli._module, list[str]()
+
+    def interrupted(name: str) -> object:
+        os.kill(os.getpid(), signal.SIGINT)  # within NumPy it would become an ImportError
+        loaded.append(name)
+        return load(name)
+
+    monkeypatch.setattr(cli, "_module", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    code, lines = left(["inspect", "m.gguf"], capsys)
+    assert code == 130 and lines == ["packtrain: stopped at once, without saving"]
+    assert loaded and signal.getsignal(signal.SIGINT) is before and gc.isenabled()
 
 
 def test_a_cpu_to_compile_for_is_one_that_is_here(tmp_path, capsys, monkeypatch):

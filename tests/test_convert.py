@@ -520,6 +520,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     size = f"{path.stat().st_size:,}"
     assert capsys.readouterr().out == f"{path}: 21 tensors (16 q8_0, 5 f32), {size} bytes\n"
     assert GGUF(path).metadata["general.name"] == "tiny-1.5"
+    assert main(["convert", str(tmp_path / "tiny-1.5")]) == 2
+    assert "exists; give another name, or --overwrite to replace it" in capsys.readouterr().err
+    for own in (tmp_path / "tiny-1.5").iterdir():
+        given = ["convert", str(tmp_path / "tiny-1.5"), "-o", str(own), "--overwrite"]
+        before = own.read_bytes()
+        assert main(given) == 2 and own.read_bytes() == before
+        assert f"{own} is one of the files that are read" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "tiny-1.5"), "--overwrite"]) == 0
     assert quant.dequantize(GGUF(path).array("token_embd.weight")).shape == (hugging_face.V, 64)
 
 

@@ -93,9 +93,10 @@ LAYERS = {
     " stop kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template"
     " watch optim design training tasks backends checking benching",
     "cli": "errors words settings debug kernels commands training version ranks",
-    "__main__": "cli",
+    "__main__": "",
 }
 OUTSIDE = {
+    "__main__": {"packtrain_command"},
     "serving": {"numpy", "starlette", "uvicorn"},
     "kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"},
     "gpu": {"numpy", "torch", "triton"},

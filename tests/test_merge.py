@@ -190,6 +190,10 @@ def test_files_that_would_be_lost_are_kept(settings: Merge):
     refused(
         replace(settings, output=Path(settings.adapters[0])), "is one of the files that are read"
     )
+    texts = settings.model.with_name("texts.txt")
+    texts.write_text("a text")
+    same = replace(settings, output=texts, calibrate=texts, overwrite=True)
+    refused(same, "is one of the files that are read")
     settings.output.write_bytes(b"earlier")
     refused(settings, "exists; give another name, or --overwrite")
     merge.run(replace(settings, overwrite=True))

@@ -230,8 +230,14 @@ def test_wrong_settings_are_said_before_any_work(settings: Quantize):
             "output": settings.model,
             "overwrite": True,
         },
+        r"texts.txt is one of the files that are read; give another name": {
+            "output": settings.model.with_name("texts.txt"),
+            "calibrate": settings.model.with_name("texts.txt"),
+            "overwrite": True,
+        },
         r"output: .* is a folder": {"output": settings.output.parent},
     }
+    settings.model.with_name("texts.txt").write_text("a text")
     for said, change in wrong.items():
         with pytest.raises(InputError, match=said):
             quantize.run(replace(settings, **change))

@@ -328,13 +328,24 @@ def test_a_picture_never_replaces_what_a_run_reads(data, tmp_path, capsys):  # n
     mine = tmp_path / "mine.txt"
     shutil.copyfile(data, mine)
     line = refused(capsys, ["plan", "train", "--data", str(mine), "--json", str(mine)])
-    assert f"--json: {mine} is a file of the run; give another name" in line
+    assert f"--json: {mine} is one of the files that are read; give another name" in line
+    assert mine.read_text() == data.read_text()
+
+
+def test_a_result_never_replaces_the_data_it_is_made_of(data, tmp_path, capsys):  # noqa: F811
+    mine = tmp_path / "mine.txt"
+    shutil.copyfile(data, mine)
+    settings = f"--dim 32 --layers 1 --iters 1 --overwrite -o {mine}".split()
+    for given in (mine, tmp_path):
+        line = refused(capsys, ["train", "--data", str(given), *settings])
+        assert f"--output: {mine} is one of the files that are read; give another name" in line
     assert mine.read_text() == data.read_text()
 
 
 CONVERT = {
     "--type f16 --base m.gguf": "--type has no effect with --base",
     "-o x.gguf --base m.gguf --peft out": "--output has no effect with --peft",
+    "--overwrite --base m.gguf --peft out": "--overwrite has no effect with --peft",
     "--peft out": "--peft: --base must be given",
 }
 

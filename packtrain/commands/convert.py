@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packtrain.convert import AUTO, TYPES, convert
 from packtrain.errors import InputError
-from packtrain.files import check_writable
+from packtrain.files import check_output
 from packtrain.gguf import Deferred
 from packtrain.models.adapter import check_fits, fitted, read_adapter, write_adapter
 from packtrain.models.file import open_model
@@ -33,6 +33,7 @@ class Convert:
     peft: Path | None = option(
         None, "with --base: convert the adapter, a GGUF file, to this PEFT folder"
     )
+    overwrite: bool = option(False, "replace the output if it exists")
 
 
 def run(settings: Convert) -> int:
@@ -43,9 +44,10 @@ def run(settings: Convert) -> int:
     if settings.base is not None:
         if settings.peft is not None:
             return _to_peft(folder, settings.base, settings.peft)
-        return _from_peft(folder, settings.base, path)
+        return _from_peft(folder, settings.base, path, settings.overwrite)
     if settings.peft is not None:
         raise InputError("--peft: --base must be given, too: the model that the adapter is for")
+    check_output(path, "-o", [folder], settings.overwrite)
     written = convert(folder, path, settings.type)
     types = Counter(str(t.dtype) if isinstance(t, Deferred) else "f32" for t in written.values())
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
@@ -59,15 +61,14 @@ def _check(settings: Convert) -> None:
         raise InputError(
             "--type has no effect with --base: adapters are f32; leave one of them out"
         )
-    if settings.peft is not None and settings.output is not None:
-        raise InputError("--output has no effect with --peft; leave one of them out")
+    idle = ("--output", settings.output is not None), ("--overwrite", settings.overwrite)
+    for flag in (flag for flag, given in idle if given and settings.peft is not None):
+        raise InputError(f"{flag} has no effect with --peft; leave one of them out")
 
 
-def _from_peft(folder: Path, base: Path, path: Path) -> int:
-    check_writable(path, "-o")
+def _from_peft(folder: Path, base: Path, path: Path, overwrite: bool) -> int:
     model = open_model(base)
-    if any(path.exists() and path.samefile(part) for part in model.gguf.paths):
-        raise InputError(f"-o: {path} is the base model; give another name")
+    check_output(path, "-o", [folder, *model.gguf.paths], overwrite)
     adapter = read_peft(folder, model)
     check_fits(adapter, folder, model.gguf)
     write_adapter(path, adapter, path.stem.encode(errors="replace").decode(), model.gguf)

@@ -9,7 +9,7 @@ from pathlib import Path
 from packtrain.commands import say
 from packtrain.design.sharing import Shared
 from packtrain.errors import DoesNotFit, InputError
-from packtrain.files import check_writable, write_text
+from packtrain.files import check_not_read, check_writable, write_text
 from packtrain.picture import chart, page, terminal, trace
 from packtrain.ranks import assumed
 from packtrain.settings import OUTPUT
@@ -64,7 +64,8 @@ def run(settings: PlanTrain | PlanTune) -> int:
     for name, path in wanted.items():
         if path is not None:
             check_writable(path, f"--{name}")
-            _check_not_read(path, f"--{name}", settings)
+            own = settings.data, settings.output, getattr(settings, "model", None)
+            check_not_read(path, f"--{name}", own)
     count, link = settings.ranks or settings.nproc, rate_of(settings.link)
     if count == 1 and settings.link != Drawn.link:
         raise InputError("--link is for several processes; give --ranks, or leave it out")
@@ -114,13 +115,6 @@ def _of_ranks(ready: Ready, step: Shared, ranks: int, link: str) -> str:
         f" {link}; it is busy {step.exchanging:.3g} s, {hidden:.0%} of them while the process computes;"
         f" together {speed_text(positions, learnt)}"
     )
-
-
-def _check_not_read(path: Path, field: str, settings: PlanTrain | PlanTune) -> None:
-    """Raise InputError if an output would replace a file that the run reads or has written."""
-    kept = (settings.data, settings.output, getattr(settings, "model", None))
-    if path.exists() and any(file and file.exists() and path.samefile(file) for file in kept):
-        raise InputError(f"{field}: {path} is a file of the run; give another name")
 
 
 def _measured(folder: Path) -> int | None:

@@ -15,7 +15,7 @@ from packtrain.convert.tensors import MXFP4, Blocks, Tensor
 from packtrain.convert.vocabulary import vocabulary_of
 from packtrain.dtypes import DTYPES, Dtype, f16, f32
 from packtrain.errors import InputError
-from packtrain.files import check_writable
+from packtrain.files import check_not_read, check_writable
 from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
 from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
 
@@ -44,6 +44,7 @@ def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred |
     Raises InputError for what cannot be converted, before writing.
     """
     check_writable(path, "-o")
+    check_not_read(path, "-o", [folder])
     checkpoint = open_checkpoint(folder)
     found = describe(checkpoint)
     chosen = str(found.tensors[0].sources[0].dtype) if dtype == AUTO else dtype

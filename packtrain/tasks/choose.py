@@ -15,13 +15,13 @@ from typing import Any
 
 from packtrain.errors import InputError
 from packtrain.events import Counted, Events
-from packtrain.files import existing, remove_parts, sync_folder
+from packtrain.files import check_output, existing, remove_parts, sync_folder
 from packtrain.gguf import GGUF
 from packtrain.models.mix import MIXES
 from packtrain.settings import option, positional, required
 from packtrain.tasks.evaluate import Evaluate, evaluate
 from packtrain.tasks.merge import Merge, merge
-from packtrain.tasks.quantize import FILE_TYPE, Quantize, check_output, quantize
+from packtrain.tasks.quantize import FILE_TYPE, Quantize, quantize
 from packtrain.training.effects import Rule, check_idle
 
 USUAL = "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"
@@ -144,9 +144,7 @@ def _check(settings: Choose) -> None:
     for name in settings.type:
         if name.upper() not in MIXES:
             raise InputError(f"--type {name} is unknown; it must be one of {', '.join(MIXES)}")
-    models = "model", "tuned", "--also", "--aware"
-    read = [path for path, what in given if path.is_file() and what in models]
-    check_output(settings.output, "-o", read, settings.overwrite)
+    check_output(settings.output, "-o", [path for path, _ in given], settings.overwrite)
 
 
 def _tried(settings: Choose, events: Events, trial: Path, best: Path, whole: Path) -> Chosen:

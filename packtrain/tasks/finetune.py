@@ -8,7 +8,7 @@ from typing import cast
 from packtrain.design.budget import Say
 from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
-from packtrain.files import check_writable, write_text
+from packtrain.files import check_not_read, check_writable, write_text
 from packtrain.gguf import GGUF
 from packtrain.models.file import ModelFile
 from packtrain.ranks import here, rank
@@ -44,12 +44,10 @@ def _check(settings: TuneSettings) -> None:
     _check_trained(settings, base)
     outputs = {"--output": settings.output, "--adapter": settings.adapter}
     for flag, path in outputs.items():
-        if path is None or not path.exists():
-            continue
-        if base is not None and any(path.samefile(part) for part in base.paths):
-            raise InputError(f"{flag}: {path} is the base model; give another name")
-        if settings.data is not None and settings.data.exists() and path.samefile(settings.data):
-            raise InputError(f"{flag}: {path} is the data; give another name")
+        if path is not None:
+            check_not_read(
+                path, flag, [*(base.paths if base else ()), settings.data, settings.teacher]
+            )
     if settings.adapter is None:
         return
     check_writable(settings.adapter, "--adapter")

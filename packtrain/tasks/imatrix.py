@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.events import Events
+from packtrain.files import check_output
 from packtrain.merging.importance import measure, save
 from packtrain.merging.reading import readings
 from packtrain.models.file import open_model
 from packtrain.settings import option, positional, required
 from packtrain.tasks.calibration import CONTEXT, calibration, enough, within
-from packtrain.tasks.quantize import check_output
 
 AT_ONCE = 1 << 13  # tokens whose activations are kept at a time
 SHORTEST = 64  # tokens of a row, for which --tokens is not kept

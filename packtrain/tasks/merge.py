@@ -8,6 +8,7 @@ from pathlib import Path
 
 from packtrain.dtypes import MERGED, Dtype
 from packtrain.events import Events
+from packtrain.files import check_output
 from packtrain.gguf import GGUF, Entry
 from packtrain.merging.reading import readings
 from packtrain.merging.types import named_types
@@ -19,7 +20,7 @@ from packtrain.models.merge import merged, stored_type, write_changed
 from packtrain.planning import size_text
 from packtrain.settings import option, positional, required
 from packtrain.tasks.calibration import calibration, within
-from packtrain.tasks.quantize import Written, check_output, line, writable_dtype
+from packtrain.tasks.quantize import Written, line, writable_dtype
 from packtrain.words import plural
 
 HEAD = "output.weight"
@@ -59,7 +60,8 @@ def merge(settings: Merge, events: Events) -> Written:
     began = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type", MERGED)
     base = GGUF(settings.model)
-    read = [*base.paths, *(split_scale(text)[0] for text in settings.adapters)]
+    adapted = (split_scale(text)[0] for text in settings.adapters)
+    read = [*base.paths, *adapted, settings.calibrate]
     adapters = read_scaled(settings.adapters, base)
     check_output(settings.output, "-o", read, settings.overwrite)
     ignored = sorted({name for adapter, _ in adapters for name in adapter.ignored})

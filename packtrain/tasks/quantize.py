@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
 from packtrain.errors import InputError, printable
 from packtrain.events import Events
-from packtrain.files import check_writable
+from packtrain.files import check_output
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
 from packtrain.models.mix import EMBEDDING as EMBEDDINGS
 from packtrain.models.mix import MIXES, OUTPUT, types_of
@@ -173,24 +173,14 @@ def writable_dtype(
     return found
 
 
-def check_output(output: Path, field: str, read: Iterable[Path], overwrite: bool) -> None:
-    """Raise InputError if the output is one of the files read, or exists without --overwrite."""
-    check_writable(output, field)
-    if any(output.exists() and output.samefile(path) for path in read):
-        raise InputError(f"{field}: {output} is one of the files that are read; give another name")
-    if output.exists() and not overwrite:
-        raise InputError(
-            f"{field}: {output} exists; give another name, or --overwrite to replace it"
-        )
-
-
 def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
     """Checks that need no work."""
     if gguf.metadata.get("general.type") == "adapter":
         raise InputError(
             f"{gguf.path} is an adapter, which stays in f32; merge it first (`packtrain merge`)"
         )
-    check_output(settings.output, "output", gguf.paths, settings.overwrite)
+    read = [*gguf.paths, settings.imatrix, settings.calibrate]
+    check_output(settings.output, "output", read, settings.overwrite)
     for name, entry in gguf.entries.items():
         stored, wanted = entry.dtype, types[name]
         if stored is wanted:

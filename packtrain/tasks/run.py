@@ -17,7 +17,7 @@ from packtrain.design.plans import Plans
 from packtrain.design.rates import correct
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.events import Events
-from packtrain.files import check_writable, locked, write_text
+from packtrain.files import check_not_read, check_writable, locked, write_text
 from packtrain.generation import Generator, Limits, Reply
 from packtrain.memory import settle, total_nbytes
 from packtrain.picture import page
@@ -234,6 +234,8 @@ def _share_cores(ranks: int) -> None:
 def _check(settings: RunSettings) -> None:
     """Checks that need no work."""
     check_writable(settings.output, "--output")
+    read = settings.data, getattr(settings, "vocab", None)
+    check_not_read(settings.output, "--output", read)
     folder, output = settings.folder, settings.output
     checkpoint = folder / CHECKPOINT
     if folder == output:

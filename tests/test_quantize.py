@@ -1,5 +1,8 @@
 """`packtrain quantize`: the types llama-quantize chooses, values as packtrain.quant makes them, the rest as it was."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +220,17 @@ def test_the_smallest_types_need_an_importance_matrix(settings: Quantize, tmp_pa
         quantize.run(again)
     quantize.run(replace(again, token_embedding_type="q2_k", output_tensor_type="q2_k"))
     assert str(GGUF(settings.output).entries["token_embd.weight"].dtype) == "q2_K"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such pipes on Windows")
+def test_the_file_is_written_also_if_no_one_reads_the_table(settings: Quantize):
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = "-u", "-m", "packtrain", "quantize", str(settings.model), str(settings.output), "q8_0"
+    ended = subprocess.run([sys.executable, *command], stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert GGUF(settings.output).entries.keys() == GGUF(settings.model).entries.keys()
 
 
 def test_wrong_settings_are_said_before_any_work(settings: Quantize):

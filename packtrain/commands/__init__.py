@@ -1,5 +1,6 @@
 """The commands, one module each: `run(settings)` runs a task, prints its result and returns the exit code."""
 
+import os
 import sys
 from contextlib import suppress
 
@@ -10,3 +11,11 @@ def say(text: str) -> None:
     """Print a message to standard error; a closed stderr does not end the command."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def print_row(text: str) -> None:
+    """Print a row of a task that goes on where its reader has left, as `head` does: a file is being written."""
+    try:
+        print(text)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from packtrain.commands import DONE
+from packtrain.commands import DONE, print_row
 from packtrain.events import Events
 from packtrain.tasks.quantize import MIB, Quantize, quantize
 from packtrain.words import plural
@@ -12,7 +12,7 @@ class Printed(Events):
     """Prints the rows. `shown.Shown` does all that a long task needs, which takes time to load."""
 
     def row(self, text: str) -> None:
-        print(text)
+        print_row(text)
 
 
 def run(settings: Quantize) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from packtrain.commands import say
+from packtrain.commands import print_row, say
 from packtrain.events import Counted, Events
 from packtrain.ranks import rank
 from packtrain.stop import stop_on_signals
@@ -55,7 +55,7 @@ class Shown(Events):
         write(piece)
 
     def row(self, text: str) -> None:
-        print(text)
+        print_row(text)
 
     def plan(self, ready: Any) -> None:
         self.message(ready.ended or "\n".join([str(ready), *ready.notes]))

@@ -149,5 +149,8 @@ def keep(path: Path, what: Kept) -> str:
     if refusal(path.parent) is not None:
         return "not kept"
     plain = {"format": FORMAT, "quiet": what.quiet, "off": what.off, "rates": asdict(what.rates)}
-    write_text(path, json.dumps(plain, indent=1))
+    try:
+        write_text(path, json.dumps(plain, indent=1))
+    except OSError:  # a full disk
+        return "not kept"
     return f"kept in {path}"

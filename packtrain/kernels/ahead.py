@@ -319,8 +319,12 @@ def _imported(name: str) -> ModuleType:
     folder = store.folder_of(name)
     if store.complete(name) is None:
         folder.mkdir(exist_ok=True)
-    with not_collecting(), store.numba_cache(folder):
-        return importlib.import_module(f"{__package__}.{name}")
+    try:
+        with not_collecting(), store.numba_cache(folder):
+            return importlib.import_module(f"{__package__}.{name}")
+    except OSError as error:
+        error.filename = error.filename or str(folder)  # of a full disk it has none
+        raise
 
 
 def shown(name: str, module: Any) -> Any:

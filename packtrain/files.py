@@ -4,6 +4,7 @@ import ctypes
 import io
 import os
 import sys
+from _thread import start_new_thread
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -35,7 +36,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         yield part
         if mode is not None:
             part.chmod(mode)
-        os.replace(part, path)
+        with _freed_behind(path):
+            os.replace(part, path)
     except OSError as error:
         if error.filename == str(part):
             error.filename = str(path)
@@ -43,6 +45,20 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     finally:
         part.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def _freed_behind(path: Path) -> Iterator[None]:
+    """If the block replaces this file, a thread frees the old one's blocks and pages: a gigabyte takes 0.2 s."""
+    old = None
+    if os.name != "nt":  # there no open file can be replaced
+        with suppress(OSError):
+            old = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        yield
+    finally:
+        if old is not None:
+            start_new_thread(os.close, (old,))
 
 
 def _part_of(path: Path) -> Path:

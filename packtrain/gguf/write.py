@@ -29,6 +29,7 @@ from packtrain.gguf.format import (
 AHEAD = 8 << 20  # bytes that are handed to the disk at a time
 Given = SimpleQueue[memoryview | None]
 Done = SimpleQueue[int | BaseException | None]
+LENGTH = struct.Struct("<Q")
 ITEMS = 4096  # list items encoded at a time: a vocabulary may have hundreds of thousands
 
 
@@ -175,9 +176,12 @@ def _put(file: BinaryIO, data: memoryview) -> None:
         write_ahead(file, start, nbytes)
 
 
-def _text(text: str | bytes) -> bytes:
-    raw = text if isinstance(text, bytes) else text.encode()
-    return struct.pack("<Q", len(raw)) + raw
+def _text(*texts: str | bytes) -> bytes:
+    """Strings as bytes: the length of each, and then its text."""
+    raw = [text if isinstance(text, bytes) else text.encode() for text in texts]
+    pairs = [b""] * (2 * len(raw))
+    pairs[::2], pairs[1::2] = map(LENGTH.pack, map(len, raw)), raw
+    return b"".join(pairs)
 
 
 def _encoded(key: str, value: Value) -> Iterator[bytes]:
@@ -195,5 +199,5 @@ def _encoded(key: str, value: Value) -> Iterator[bytes]:
 
 def _items(kind: str, items: Sequence[Any] | np.ndarray) -> bytes:
     if kind == "string":
-        return b"".join(map(_text, items))
+        return _text(*items)
     return np.asarray(items, NUMERIC[kind]).tobytes()

@@ -36,6 +36,7 @@ LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles sever
 SINGLE_NBYTES = 132 * MIB  # of a child that ends after one module; 54 are numba and numpy
 CHILDREN = 2  # most at a time
 loaded: dict[str, Any] = {}  # the modules of this process
+found_complete = set[str]()  # those whose compiled code is there, and that of all they need
 loading = threading.RLock()
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
@@ -260,13 +261,15 @@ def load(name: str) -> Any:
 
 
 def _loaded(name: str) -> Any:
-    if store.given is None:
+    if store.given is None and name not in found_complete:
         prepare([name])
     itself = sys.modules.get(f"{__package__}.{name}")
     if itself is not None:  # crew, which has no kernels, or a module that was imported
         return shown(name, itself)
-    if not AVAILABLE or not all(map(store.complete, store.needed(name))):
-        return with_numba(name)
+    if name not in found_complete:
+        if not AVAILABLE or not all(map(store.complete, store.needed(name))):
+            return with_numba(name)
+        found_complete.update(store.needed(name))
     limit_blas()
     for other in sorted(store.needed(name) - {name}):
         load(other)

@@ -4,7 +4,9 @@ import signal
 
 
 def main() -> int:
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # a shell's job in the background ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from packtrain.cli import command
 
     signal.signal(signal.SIGINT, before)

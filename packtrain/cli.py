@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -114,18 +115,22 @@ def _loading(own: bool) -> Iterator[None]:
     NumPy would turn it into an error of its own. own: what is there then is never searched.
     """
     interrupts, collecting = list[Any](), gc.isenabled()
-    gc.disable()
-    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(frame))
+    first = threading.current_thread() is threading.main_thread()  # others get no signals
+    before: Any = signal.getsignal(signal.SIGINT)
     try:
+        if first:
+            signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+        gc.disable()
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
         if own:
             gc.freeze()
         if collecting:
             gc.enable()
-    if interrupts and callable(before):
-        before(signal.SIGINT, None)
+        if first:
+            signal.signal(signal.SIGINT, before)
+    for number in interrupts:
+        signal.raise_signal(number)
 
 
 def _module(command: str) -> Any:

@@ -1,8 +1,10 @@
 """Atomic writes: a file is written under a temporary name in the same folder, synced, then renamed."""
 
 import ctypes
+import errno
 import io
 import os
+import stat
 import sys
 from _thread import start_new_thread
 from collections.abc import Iterable, Iterator
@@ -29,22 +31,33 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     stays a symlink: its target is replaced. The file must be synced when the block ends.
     """
     path = Path(path).resolve()
-    part, mode = _part_of(path), path.stat().st_mode & 0o777 if path.exists() else None
+    part, old = _part_of(path), path.stat() if path.exists() else None
+    if old is not None and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     try:
-        if mode is not None:
+        if old is not None:
             part.touch(0o600)
         yield part
-        if mode is not None:
-            part.chmod(mode)
+        if old is not None:
+            _give_rights(part, old)
         with _freed_behind(path):
             os.replace(part, path)
     except OSError as error:
-        if error.filename == str(part):
+        if str(error.filename) == str(part):
             error.filename = str(path)
         raise
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
     sync_folder(path.parent)
+
+
+def _give_rights(part: Path, old: os.stat_result) -> None:
+    """Owner, where that is allowed, and rights of the file that it will replace."""
+    if os.name != "nt":
+        with suppress(OSError):
+            os.chown(part, old.st_uid, old.st_gid)
+    part.chmod(old.st_mode & 0o777)
 
 
 @contextmanager
@@ -58,7 +71,10 @@ def _freed_behind(path: Path) -> Iterator[None]:
         yield
     finally:
         if old is not None:
-            start_new_thread(os.close, (old,))
+            try:
+                start_new_thread(os.close, (old,))
+            except RuntimeError:  # there are too many threads
+                os.close(old)
 
 
 def _part_of(path: Path) -> Path:
@@ -150,6 +166,8 @@ def check_writable(path: str | Path, field: str) -> None:
         raise InputError(
             f"{field}: {path} cannot be written: the folder {path.parent} does not exist; create it first"
         )
+    if path.exists() and not _replaceable(real):
+        raise InputError(f"{field}: {path} cannot be replaced: it is another user's")
     trial = _part_of(real)
     try:
         trial.touch()
@@ -161,19 +179,18 @@ def check_writable(path: str | Path, field: str) -> None:
             trial.unlink()
 
 
-def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
-    """Raise InputError if an output is one of the files that are read, or of those in a folder that is read.
+def _replaceable(path: Path) -> bool:
+    """Whether this user may replace the file, which folders such as /tmp leave to its owner and theirs."""
+    folder = path.parent.stat()
+    if os.name == "nt" or not folder.st_mode & stat.S_ISVTX:
+        return True
+    return os.geteuid() in (0, folder.st_uid, path.stat().st_uid)
 
-    GGUF files in such a folder are none: data and checkpoints have other names.
-    """
-    if not path.exists():
-        return
-    for one in filter(None, read):
-        inside = path.suffix != ".gguf" and path.resolve().is_relative_to(one.resolve())
-        if one.exists() and (path.samefile(one) or inside):
-            raise InputError(
-                f"{field}: {path} is one of the files that are read; give another name"
-            )
+
+def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
+    """Raise InputError if an output is one of the files that are read."""
+    if path.exists() and any(one.exists() and path.samefile(one) for one in filter(None, read)):
+        raise InputError(f"{field}: {path} is one of the files that are read; give another name")
 
 
 def check_output(output: Path, field: str, read: Iterable[Path | None], overwrite: bool) -> None:

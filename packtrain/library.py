@@ -69,6 +69,8 @@ def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
     assert is_dataclass(cls)
     called = {name: given[name] for name in given.keys() & CALLBACKS}
     for name, function in called.items():
+        if name == "cancel" and not hasattr(function, "is_set"):
+            raise InputError(f"cancel is {function!r}; it must be a threading.Event")
         if name != "cancel" and function is not None and not callable(function):
             raise InputError(f"{name} is {function!r}; it must be a function")
     rest = {name: value for name, value in given.items() if name not in CALLBACKS}

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -221,6 +222,8 @@ def _converted(value: Any, kind: Any) -> Any:
     ):  # a flag, or 1e-3, which YAML 1.1 reads as text
         with suppress(ValueError):
             return kind(value)
+    if isinstance(value, Real) and not isinstance(value, int | float):  # NumPy's
+        value = int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, int) and not isinstance(value, bool) and kind in (float, str):
         with suppress(OverflowError):
             return kind(value)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,12 @@ def test_ctrl_c_while_a_command_is_loaded_waits_until_it_is(capsys, monkeypatch)
     code, lines = left(["inspect", "m.gguf"], capsys)
     assert code == 130 and lines == ["packtrain: stopped at once, without saving"]
     assert loaded and signal.getsignal(signal.SIGINT) is before and gc.isenabled()
+
+
+def test_other_threads_run_commands_that_load_little(capsys):
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(main, []).result() == 2
+    assert "quantize" in capsys.readouterr().out and gc.isenabled()
 
 
 def test_a_cpu_to_compile_for_is_one_that_is_here(tmp_path, capsys, monkeypatch):

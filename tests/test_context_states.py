@@ -62,6 +62,9 @@ def test_numbers_out_of_range_change_nothing():
         (lambda: made.remove(1, -2), "since is -2; it must be a whole number, at least 0"),
         (lambda: made.copy(1, 0, 0, 1.5), "until is 1.5; it must be a whole number"),
         (lambda: made.shift(1, 0.5), "by is 0.5; it must be a whole number"),
+        (lambda: made.shift(1, 2**31 - 1), "positions are at most 2147483647"),
+        (lambda: made.divide(1, 2**31), "positions are at most 2147483647"),
+        (lambda: made.decode([1], 0, wanted=[0.5]), "wanted places must ascend"),
         (lambda: made.tokens(-1), "there is no sequence -1"),
         (lambda: made.next(9), "there is no sequence 9"),
     ):

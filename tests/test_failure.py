@@ -79,6 +79,21 @@ def test_good_steps_reset_the_count_and_three_bad_ones_raise():
         is_bad(huge)
 
 
+def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
+    """A shell has it do so; the modules of the command load under the same rule."""
+    code = f"""import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.path[:0] = [{str(ROOT)!r}]
+import packtrain_command
+from packtrain import cli
+load = cli._module
+cli._module = lambda name: os.kill(os.getpid(), signal.SIGINT) or load(name)
+sys.argv[1:] = ["inspect", "none.gguf"]
+sys.exit(packtrain_command.main())"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 2 and "no such file or directory" in ended.stderr
+
+
 def test_ctrl_c_during_imports_leaves_quietly(tmp_path: Path) -> None:
     (tmp_path / "packtrain").mkdir()
     (tmp_path / "packtrain/__init__.py").touch()

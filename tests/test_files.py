@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packtrain.corpus.streams import data_files
 from packtrain.dtypes import f32
 from packtrain.errors import InputError
-from packtrain.files import atomic_file, check_writable
+from packtrain.files import atomic_file, check_not_read, check_writable, write_text
 from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
 from packtrain.gguf.write import _write_behind
 
@@ -110,3 +111,42 @@ def test_an_alignment_that_cannot_be_read_is_not_written(tmp_path: Path, value: 
     with pytest.raises(GGUFError, match=f"alignment is {value}; it must be a power of two"):
         write(tmp_path / "m.gguf", values, {"a": np.zeros(4, np.float32)})
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not a regular file") as caught:
+        write(tmp_path, {}, {"a": np.zeros(4, np.float32)})
+    assert caught.value.filename == str(tmp_path)
+
+
+def test_a_missing_folder_is_named_and_not_the_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "m.gguf"
+    with pytest.raises(FileNotFoundError) as caught:
+        write(path, {}, {"a": np.zeros(4, np.float32)})
+    assert caught.value.filename == str(path)
+
+
+@needs_rights
+def test_the_old_file_is_closed_where_no_thread_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("packtrain.files.start_new_thread", refused)
+    path, opened = tmp_path / "m.txt", len(os.listdir("/dev/fd"))
+    for text in ("old", "new"):
+        write_text(path, text)
+    assert path.read_text() == "new" and len(os.listdir("/dev/fd")) == opened
+
+
+@needs_rights
+def test_data_are_known_through_links(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "own.data").write_text("a text")
+    (tmp_path / "data" / "b.txt").symlink_to(tmp_path / "own.data")
+    (tmp_path / "data" / "plan.html").write_text("of an earlier run")
+    read = data_files(tmp_path / "data")
+    check_not_read(tmp_path / "data" / "plan.html", "--html", read)
+    with pytest.raises(InputError, match=r"own\.data is one of the files that are read"):
+        check_not_read(tmp_path / "own.data", "-o", read)

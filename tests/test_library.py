@@ -90,6 +90,8 @@ def test_errors_are_the_sentences_of_the_command_line(text: Path, tmp_path: Path
         pt.train(text, output=tmp_path / "m.gguf", batch_size=0)
     with pytest.raises(InputError, match=r"on_step is 5; it must be a function"):
         pt.train("none.txt", on_step=5)
+    with pytest.raises(InputError, match=r"cancel is 5; it must be a threading\.Event"):
+        pt.train("none.txt", cancel=5)
     with pytest.raises(InputError, match=r"^there is no setting itres; did you mean iters"):
         pt.train(text, output=tmp_path / "m.gguf", itres=3)
     for memory in ("10MiB", 10 << 20):

@@ -291,6 +291,11 @@ def test_settings_out_of_range(given, line):
         Sampling(**given)
 
 
+def test_settings_may_be_numbers_of_numpy():
+    made = Sampling(top_k=np.int64(3), temp=np.float32(0.5), top_p=np.float64(1))
+    assert made == Sampling(top_k=3, temp=0.5, top_p=1.0) and type(made.top_k) is int
+
+
 def test_biases():
     assert logit_bias(made(FOUR), {1: -math.inf, 2: 1.0}).logits[1] == -math.inf
     logits = np.log(FOUR).astype(np.float32)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.convert import AUTO, TYPES, convert
+from packtrain.convert import AUTO, TYPES, checkpoint_files, convert
 from packtrain.errors import InputError
 from packtrain.files import check_output
 from packtrain.gguf import Deferred
@@ -47,7 +47,7 @@ def run(settings: Convert) -> int:
         return _from_peft(folder, settings.base, path, settings.overwrite)
     if settings.peft is not None:
         raise InputError("--peft: --base must be given, too: the model that the adapter is for")
-    check_output(path, "-o", [folder], settings.overwrite)
+    check_output(path, "-o", checkpoint_files(folder), settings.overwrite)
     written = convert(folder, path, settings.type)
     types = Counter(str(t.dtype) if isinstance(t, Deferred) else "f32" for t in written.values())
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
@@ -68,7 +68,7 @@ def _check(settings: Convert) -> None:
 
 def _from_peft(folder: Path, base: Path, path: Path, overwrite: bool) -> int:
     model = open_model(base)
-    check_output(path, "-o", [folder, *model.gguf.paths], overwrite)
+    check_output(path, "-o", [*checkpoint_files(folder), *model.gguf.paths], overwrite)
     adapter = read_peft(folder, model)
     check_fits(adapter, folder, model.gguf)
     write_adapter(path, adapter, path.stem.encode(errors="replace").decode(), model.gguf)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.commands import say
+from packtrain.corpus.streams import data_files
 from packtrain.design.sharing import Shared
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.files import check_not_read, check_writable, write_text
@@ -64,8 +65,8 @@ def run(settings: PlanTrain | PlanTune) -> int:
     for name, path in wanted.items():
         if path is not None:
             check_writable(path, f"--{name}")
-            own = settings.data, settings.output, getattr(settings, "model", None)
-            check_not_read(path, f"--{name}", own)
+            own = settings.output, getattr(settings, "model", None)
+            check_not_read(path, f"--{name}", [*own, *data_files(settings.data)])
     count, link = settings.ranks or settings.nproc, rate_of(settings.link)
     if count == 1 and settings.link != Drawn.link:
         raise InputError("--link is for several processes; give --ranks, or leave it out")

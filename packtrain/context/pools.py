@@ -6,6 +6,7 @@ window has them; until then a sequence can be taken back.
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from packtrain.models.cached import STATES, Cache
 from packtrain.models.config import Config
 from packtrain.words import plural
 
+MOST = 2**31 - 1
 SPARE = 32  # positions before its window that a sequence keeps in the ring
 SPACING = 256  # tokens between checkpoints of states, which are large
 STATE = "state_"  # the pool of states: a sequence has one, at its last position
@@ -23,10 +25,11 @@ class ContextError(ValueError):
     """A context cannot do what is asked; it stays as it was."""
 
 
-def at_least(least: int, **given: object) -> None:
+def at_least(least: int, **given: Any) -> None:
     """Raise ContextError for one that is not a whole number, or below `least`."""
     for name, number in given.items():
-        if not isinstance(number, int | np.integer) or number < least:
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if not whole or number < least:
             raise ContextError(f"{name} is {number!r}; it must be a whole number, at least {least}")
 
 
@@ -110,7 +113,7 @@ class Pools:
 
     def check(self, seq: int, since: int = 0, until: int | None = None) -> None:
         """Raise ContextError where there is no such sequence, or positions are none."""
-        if not 0 <= seq < self.sequences:
+        if not isinstance(seq, int | np.integer) or not 0 <= seq < self.sequences:
             raise ContextError(f"there is no sequence {seq}; there are {self.sequences}, from 0 on")
         at_least(0, since=since, until=0 if until is None else until)
 
@@ -262,8 +265,10 @@ class Pools:
 
         Cells that other sequences have, too, are copied first.
         """
-        at_least(-(2**31), by=by)
+        at_least(-MOST, by=by)
         at_least(1, divisor=divisor)
+        if max(self.all.next(seq) + by, by, divisor) > MOST:
+            raise ContextError(f"positions are at most {MOST}")
         if self.learned:
             raise ContextError("learned positions are in keys and values already: none can change")
         if self.width and divisor > 1:

@@ -34,7 +34,8 @@ def wanted_rows(sets: Sequence[tuple[int, ...]], wanted: Sequence[int] | None) -
     """Places of the tokens whose results are wanted; None: the last of each sequence. Raises ContextError."""
     last = {own[0]: i for i, own in enumerate(sets)}
     rows = sorted(last.values()) if wanted is None else [*wanted]
-    if any(a >= b for a, b in pairwise((-1, *rows, len(sets)))):
+    whole = all(isinstance(row, int | np.integer) for row in rows)
+    if not whole or any(a >= b for a, b in pairwise((-1, *rows, len(sets)))):
         raise ContextError(
             f"wanted places must ascend, from 0 to {len(sets) - 1}; these are {rows}"
         )

@@ -19,7 +19,7 @@ from packtrain.files import check_not_read, check_writable
 from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
 from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
 
-__all__ = ["AUTO", "TYPES", "convert"]
+__all__ = ["AUTO", "TYPES", "checkpoint_files", "convert"]
 
 AUTO = "auto"
 TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
@@ -44,7 +44,7 @@ def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred |
     Raises InputError for what cannot be converted, before writing.
     """
     check_writable(path, "-o")
-    check_not_read(path, "-o", [folder])
+    check_not_read(path, "-o", checkpoint_files(folder))
     checkpoint = open_checkpoint(folder)
     found = describe(checkpoint)
     chosen = str(found.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
@@ -61,6 +61,11 @@ def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred |
         tensors[tensor.name] = _deferred(tensor, _stored_as(tensor, DTYPES[chosen]))
     write(path, metadata, tensors)
     return tensors
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files there, except models that were converted."""
+    return [path for path in folder.glob("*") if path.suffix != ".gguf"]
 
 
 def _stored_as(tensor: Tensor, dtype: Dtype) -> Dtype:

@@ -40,6 +40,13 @@ def kind_of(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
+def data_files(data: Path | None) -> list[Path]:
+    """The file, or those of a folder that can be data."""
+    if data is None or not data.is_dir():
+        return [data] if data else []
+    return [path for path in data.iterdir() if path.name.lower().endswith(SUFFIXES)]
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file, decompressed. Raises InputError if it is not a valid .gz."""

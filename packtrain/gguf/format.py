@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.errors import InputError
 
@@ -39,11 +41,11 @@ def alignment_of(values: Mapping[str, Value]) -> int:
     """What offsets of tensors are multiples of, in bytes. Raises GGUFError."""
     given = values.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT))
     value = given.value
-    if given.kind != "u32" or not isinstance(value, int):
+    if given.kind != "u32" or not isinstance(value, int | np.integer):
         raise GGUFError(f"{ALIGNMENT_KEY} is of kind {given.kind}; it must be one u32")
     if not 1 <= value <= MOST_ALIGNMENT or value & (value - 1):
         raise GGUFError(f"{ALIGNMENT_KEY} is {value}; it must be a power of two up to 2**20")
-    return value
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from packtrain.gguf.format import (
     tensor_nbytes,
 )
 
+KEPT = 32 << 20  # the largest block that it keeps
 AHEAD = 8 << 20  # bytes that are handed to the disk at a time
 Given = SimpleQueue[memoryview | None]
 Done = SimpleQueue[int | BaseException | None]
@@ -126,8 +127,10 @@ def _write_behind(file: BinaryIO, pieces: Iterable[memoryview], waiting: int) ->
     Ctrl-C can come at any moment: no lock here is taken in Python, which could be left locked.
     """
     given, written = Given(), Done()
-    if waiting:  # glibc keeps freed memory of blocks smaller than the largest freed: parts are made there again
-        np.empty(2 * waiting, np.uint8)
+    if (
+        waiting > 0
+    ):  # glibc keeps freed memory of blocks smaller than the largest freed: parts are made there again
+        np.empty(min(2 * waiting, KEPT), np.uint8)
     pending, begun = 0, False
     try:
         start_new_thread(_write_given, (file, given, written))

@@ -100,11 +100,7 @@ def prepare_numba() -> None:
 @cache
 def limit_blas() -> None:
     """Let NumPy's own products use one thread: more would compete with ours, and change results."""
-    import numpy  # loads the library
-
-    name = numpy.show_config("dicts")["Build Dependencies"]["blas"]["name"]
-    if "openblas" in name and os.environ.get("OPENBLAS_NUM_THREADS") == "1":
-        return  # the command line has said so before, and looking through all libraries takes 5 ms
+    import numpy  # noqa: F401  loads the library
     import threadpoolctl
 
     threadpoolctl.threadpool_limits(1, "blas")

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packtrain.corpus.streams import data_files
 from packtrain.errors import InputError
 from packtrain.events import Counted, Events
 from packtrain.files import check_output, existing, remove_parts, sync_folder
@@ -144,7 +145,8 @@ def _check(settings: Choose) -> None:
     for name in settings.type:
         if name.upper() not in MIXES:
             raise InputError(f"--type {name} is unknown; it must be one of {', '.join(MIXES)}")
-    check_output(settings.output, "-o", [path for path, _ in given], settings.overwrite)
+    read = [file for path, _ in given for file in data_files(path)]
+    check_output(settings.output, "-o", read, settings.overwrite)
 
 
 def _tried(settings: Choose, events: Events, trial: Path, best: Path, whole: Path) -> Chosen:

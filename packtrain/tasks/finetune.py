@@ -5,6 +5,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import cast
 
+from packtrain.corpus.streams import data_files
 from packtrain.design.budget import Say
 from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
@@ -43,11 +44,10 @@ def _check(settings: TuneSettings) -> None:
     base = None if settings.model is None else GGUF(settings.model)
     _check_trained(settings, base)
     outputs = {"--output": settings.output, "--adapter": settings.adapter}
+    read = [*(base.paths if base else ()), *data_files(settings.data), settings.teacher]
     for flag, path in outputs.items():
         if path is not None:
-            check_not_read(
-                path, flag, [*(base.paths if base else ()), settings.data, settings.teacher]
-            )
+            check_not_read(path, flag, read)
     if settings.adapter is None:
         return
     check_writable(settings.adapter, "--adapter")

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from packtrain.corpus.streams import data_files
 from packtrain.events import Events
 from packtrain.files import check_output
 from packtrain.merging.importance import measure, save
@@ -42,7 +43,7 @@ def imatrix(settings: Imatrix, events: Events) -> Measured:
     """Write the file. Raises InputError, and DoesNotFit if --memory is too small."""
     began = time.perf_counter()
     model = open_model(settings.model)
-    read = [*model.gguf.paths, settings.data]
+    read = [*model.gguf.paths, *data_files(settings.data)]
     check_output(settings.output, "-o", read, settings.overwrite)
     longest = min(CONTEXT, max(settings.tokens or CONTEXT, SHORTEST))  # a row is read whole
     rows = calibration(settings.data, model, events, "--data", longest)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from packtrain.corpus.streams import data_files
 from packtrain.dtypes import MERGED, Dtype
 from packtrain.events import Events
 from packtrain.files import check_output
@@ -61,7 +62,7 @@ def merge(settings: Merge, events: Events) -> Written:
     dtype = writable_dtype(settings.type, "--type", MERGED)
     base = GGUF(settings.model)
     adapted = (split_scale(text)[0] for text in settings.adapters)
-    read = [*base.paths, *adapted, settings.calibrate]
+    read = [*base.paths, *adapted, *data_files(settings.calibrate)]
     adapters = read_scaled(settings.adapters, base)
     check_output(settings.output, "-o", read, settings.overwrite)
     ignored = sorted({name for adapter, _ in adapters for name in adapter.ignored})

@@ -179,7 +179,9 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
         raise InputError(
             f"{gguf.path} is an adapter, which stays in f32; merge it first (`packtrain merge`)"
         )
-    read = [*gguf.paths, settings.imatrix, settings.calibrate]
+    read = [*gguf.paths, settings.imatrix]
+    if settings.calibrate is not None:
+        read += import_module("packtrain.corpus.streams").data_files(settings.calibrate)
     check_output(settings.output, "output", read, settings.overwrite)
     for name, entry in gguf.entries.items():
         stored, wanted = entry.dtype, types[name]

@@ -12,6 +12,7 @@ from typing import Any
 
 from packtrain import kernels
 from packtrain.context import Cache, Context, Sizes
+from packtrain.corpus.streams import data_files
 from packtrain.design.pace import pace
 from packtrain.design.plans import Plans
 from packtrain.design.rates import correct
@@ -234,7 +235,7 @@ def _share_cores(ranks: int) -> None:
 def _check(settings: RunSettings) -> None:
     """Checks that need no work."""
     check_writable(settings.output, "--output")
-    read = settings.data, getattr(settings, "vocab", None)
+    read = [*data_files(settings.data), getattr(settings, "vocab", None)]
     check_not_read(settings.output, "--output", read)
     folder, output = settings.folder, settings.output
     checkpoint = folder / CHECKPOINT

@@ -26,7 +26,7 @@ from packtrain.gguf.format import (
     tensor_nbytes,
 )
 
-KEPT = 32 << 20  # the largest block that it keeps
+KEPT = 32 << 20  # the largest block whose memory glibc keeps
 AHEAD = 8 << 20  # bytes that are handed to the disk at a time
 Given = SimpleQueue[memoryview | None]
 Done = SimpleQueue[int | BaseException | None]
@@ -127,9 +127,8 @@ def _write_behind(file: BinaryIO, pieces: Iterable[memoryview], waiting: int) ->
     Ctrl-C can come at any moment: no lock here is taken in Python, which could be left locked.
     """
     given, written = Given(), Done()
-    if (
-        waiting > 0
-    ):  # glibc keeps freed memory of blocks smaller than the largest freed: parts are made there again
+    if waiting > 0:
+        # glibc keeps the memory of blocks smaller than the largest that was freed: parts are made there again
         np.empty(min(2 * waiting, KEPT), np.uint8)
     pending, begun = 0, False
     try:

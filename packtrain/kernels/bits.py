@@ -254,7 +254,7 @@ set_lanes = converting(i32x16, types.int64, emit_set_lanes)  # bit i: lane i is 
 
 
 class Sums(types.Type):
-    """The numba type of 16 f64 in LLVM vectors, in which f32 are added without loss."""
+    """The numba type of 16 f64 in LLVM vectors, to which squares of f32 are added."""
 
     def __init__(self):
         super().__init__(name="f64x16")

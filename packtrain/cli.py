@@ -20,6 +20,8 @@ from pathlib import Path
 from pkgutil import get_data
 from typing import Any, NoReturn
 
+from packtrain.collecting import not_collecting
+from packtrain.commands import drop_output
 from packtrain.debug import flags as debug_flags
 from packtrain.errors import DiskFull, DoesNotFit, InputError, Interrupted, RankLost, printable
 from packtrain.settings import add_flags, from_flags, positionals
@@ -77,7 +79,7 @@ def _ran(arguments: Sequence[str] | None, own: bool) -> int:
     # more are never used, and take time to start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _streams()
-    with _loading(own):
+    with not_collecting(freeze=own), _ctrl_c_waits():
         given = _given(_parser(_asked(arguments)), arguments)
         if given is None:
             return INPUT
@@ -109,26 +111,17 @@ def _ran(arguments: Sequence[str] | None, own: bool) -> int:
 
 
 @contextmanager
-def _loading(own: bool) -> Iterator[None]:
-    """While modules load, no garbage is looked for, of which they leave little, and Ctrl-C waits until they have.
-
-    NumPy would turn it into an error of its own. own: what is there then is never searched.
-    """
-    interrupts, collecting = list[Any](), gc.isenabled()
-    first = threading.current_thread() is threading.main_thread()  # others get no signals
-    before: Any = signal.getsignal(signal.SIGINT)
+def _ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C counts at the end of the block, in which modules load: NumPy would turn it into an error of its own."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    interrupts = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
-        if first:
-            signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-        gc.disable()
         yield
     finally:
-        if own:
-            gc.freeze()
-        if collecting:
-            gc.enable()
-        if first:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
     for number in interrupts:
         signal.raise_signal(number)
 
@@ -194,7 +187,7 @@ def _flush() -> None:
         sys.stdout.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_output()
 
 
 def _code(error: Exception) -> int:

@@ -168,6 +168,11 @@ def _hints(cls: type) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@cache
+def _by_name(cls: type) -> Mapping[str, "dataclasses.Field[Any]"]:
+    return {field.name: field for field in _fields(cls)}
+
+
 def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
     return dataclasses.fields(cls)
 
@@ -180,7 +185,7 @@ def _place(field: "dataclasses.Field[Any]", source: str) -> str:
 
 
 def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str) -> Any:
-    names = {f.name: f for f in _fields(cls)}
+    names = _by_name(cls)
     field = names.get(name)
     if field is None:
         near = did_you_mean(name, names) or f"; there are {', '.join(names)}"

@@ -18,6 +18,7 @@ LAYERS = {
     "version": "",
     "errors": "",
     "words": "",
+    "collecting": "",
     "ranks": "errors",
     "events": "",
     "files": "errors",
@@ -26,7 +27,7 @@ LAYERS = {
     "dtypes": "types",
     "gguf": "dtypes errors files",
     "child": "",
-    "kernels": "child errors types dtypes",
+    "kernels": "collecting child errors types dtypes",
     "gpu": "",
     "tokenizer": "dtypes errors gguf kernels",
     "template": "errors files tokenizer",
@@ -92,7 +93,7 @@ LAYERS = {
     "commands": "ranks errors events words files settings dtypes tensor graph placing planning picture run memory"
     " stop kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template"
     " watch optim design training tasks backends checking benching",
-    "cli": "errors words settings debug kernels commands training version ranks",
+    "cli": "collecting errors words settings debug kernels commands training version ranks",
     "__main__": "",
 }
 OUTSIDE = {

@@ -15,7 +15,7 @@ from packtrain.convert.tensors import MXFP4, Blocks, Tensor
 from packtrain.convert.vocabulary import vocabulary_of
 from packtrain.dtypes import DTYPES, Dtype, f16, f32
 from packtrain.errors import InputError
-from packtrain.files import check_not_read, check_writable
+from packtrain.files import check_output
 from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
 from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
 
@@ -37,14 +37,16 @@ ALWAYS_F32 = (
 HALF_MOST = 65_504.0
 
 
-def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred | np.ndarray]:
+def convert(
+    folder: Path, path: Path, dtype: str = AUTO, overwrite: bool = True
+) -> dict[str, Deferred | np.ndarray]:
     """Write the checkpoint in `folder` to a GGUF file; returns the written tensors by name.
 
-    dtype  of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
+    dtype      of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
+    overwrite  whether a file that is there may be replaced; those of the checkpoint never are
     Raises InputError for what cannot be converted, before writing.
     """
-    check_writable(path, "-o")
-    check_not_read(path, "-o", checkpoint_files(folder))
+    check_output(path, "-o", checkpoint_files(folder), overwrite)
     checkpoint = open_checkpoint(folder)
     found = describe(checkpoint)
     chosen = str(found.tensors[0].sources[0].dtype) if dtype == AUTO else dtype

@@ -20,13 +20,13 @@ from types import ModuleType
 from typing import IO, Any
 
 from packtrain.child import variables
+from packtrain.collecting import not_collecting
 from packtrain.errors import DoesNotFit
 from packtrain.kernels import machine, store
 from packtrain.kernels.crew import AVAILABLE, start, threads
 from packtrain.kernels.runtime import (
     allowed_cpus,
     limit_blas,
-    not_collecting,
     prepare_numba,
     say,
 )

@@ -6,18 +6,17 @@ thread; a cache folder for kernels, filled by a short-lived child. Importing thi
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import os
 import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from packtrain.collecting import not_collecting
 from packtrain.errors import InputError
 
 # values of PACKTRAIN_CPU: compile for a lesser CPU than this one, to try what its users get
@@ -64,18 +63,6 @@ def allowed_cpus() -> int:
         if quota_us > 0:
             count = min(count, max(1, -(-quota_us // period_us)))
     return count
-
-
-@contextlib.contextmanager
-def not_collecting() -> Iterator[None]:
-    """Inside the block no garbage is looked for: modules that load leave little, and a tenth of their time is this."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 from packtrain.corpus.streams import data_files
 from packtrain.errors import InputError
 from packtrain.events import Counted, Events
-from packtrain.files import check_output, existing, remove_parts, sync_folder
+from packtrain.files import atomic_path, check_output, existing, remove_parts
 from packtrain.gguf import GGUF
 from packtrain.models.mix import MIXES
 from packtrain.settings import option, positional, required
@@ -121,14 +121,12 @@ def choose(settings: Choose, events: Events) -> Chosen:
     _check(settings)
     output = settings.output.resolve()
     remove_parts(output.parent)
-    parts = [output.with_name(f".{output.name}.{n}.{os.getpid()}.part") for n in range(3)]
+    trial, whole = (output.with_name(f".{output.name}.{n}.{os.getpid()}.part") for n in "ab")
     try:
-        found = _tried(settings, events, *parts)
-        os.replace(parts[1], output)
-        sync_folder(output.parent)
-        return found
+        with atomic_path(output) as best:
+            return _tried(settings, events, trial, best, whole)
     finally:
-        for path in parts:
+        for path in (trial, whole):
             path.unlink(missing_ok=True)
 
 

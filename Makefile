@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# tests start a thousand commands, which would compile all files of Python again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test lint bench conformance goldens reference real-base real clean
 

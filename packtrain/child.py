@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+SELDOM = 50_000  # new objects between looks for garbage, which graphs leave all at once
 PATIENCE = 2.0  # seconds to wait for an answer before `late` is called
 
 
@@ -62,6 +63,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     function, given, named = pickle.load(sys.stdin.buffer)
     gc.freeze()  # what is imported stays
+    gc.set_threshold(SELDOM)
     result: Any = function(*given, **named)
     sys.stdout.buffer.write(pickle.dumps(result))
 

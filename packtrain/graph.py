@@ -62,8 +62,8 @@ class Graph:
                 self._check_fresh(t, current, f"output {name}", "")
 
     def _check_fresh(self, t: Tensor, current: dict[Tensor, Tensor], who: str, where: str) -> None:
-        newest = current.get(t.base, t.base)
-        if t.handle is newest:
+        newest = current.get(t.base)
+        if newest is None or t.handle is newest:
             return
         assert newest.call is not None
         site = f"\n  at {where}" if where else ""

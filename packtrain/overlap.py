@@ -54,6 +54,8 @@ def overlapped(
 
 def _ways(steps: Sequence[Step]) -> dict[int, _Way]:
     """By the number of the copy; each as early and as late as its values and the one before allow."""
+    if all(step.source is None for step in steps):
+        return {}
     made, read = _touched([s.results for s in steps]), _touched([s.reads for s in steps])
     updates = [at for at, s in enumerate(steps) if s.op.writes]
     found, last = dict[int, _Way](), dict[tuple[str, str], _Way]()

@@ -134,13 +134,13 @@ def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
 
 class _Placing:
     def __init__(self, graph: Graph, target: Target, order: Sequence[Call]) -> None:
-        self.among = target.backends
+        self.among, self.several = target.backends, len(target.every) > 1
         self.home = {leaf: target.home(leaf) for leaf in graph.leaves}
         self.names = dict(graph.names)
         self.steps: list[Step] = []
         self.barriers: list[int] = []
         self.copies = Copies(graph, order, self.home, self.names, self._copy)
-        self.wanted = self._wanted(graph)
+        self.wanted = self._wanted(graph) if self.several else {}
         self.fallen: set[str] = set()
 
     def run(self, group: list[Call]) -> None:
@@ -200,14 +200,17 @@ class _Placing:
         return self.home[(written or leaves)[0]] if leaves else None
 
     def _choose(self, call: Call) -> tuple[Backend, Kernel]:
-        tied = self._tied(call)
-        near = [tied] if tied else self._by_bytes(call)
+        near = self._near(call) if self.several or self.fallen else ()
         for backend in (*near, *self.among):
             kernel = backend.kernel(call.op, call.inputs)
             if kernel is not None:
                 return backend, kernel
         self.fallen.add(call.op.name)
         return numpy, known(numpy, call, call.op, call.inputs)
+
+    def _near(self, call: Call) -> Sequence[Backend]:
+        tied = self._tied(call)
+        return [tied] if tied else self._by_bytes(call)
 
     def _by_bytes(self, call: Call) -> list[Backend]:
         """Where the inputs are, first where the fewest bytes are copied for this call and what needs its results."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import packtrain.optim  # noqa: F401  its ops are tested as all others
+from packtrain.child import SELDOM
 from tests.browser import browser_path
 from tests.real import BASE
 
@@ -26,6 +27,16 @@ NEEDS = {
     "browser": (browser_path() is not None, "Playwright or a browser is not installed"),
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }
+LONGEST = (
+    "test_matrix_runs",
+    "test_torch_backend",
+    "test_ranks",
+    "test_matrix",
+    "test_triton",
+    "test_finetune",
+    "test_paths",
+    "test_ranks_lost",
+)
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())
 
 # read when kernels are loaded, here and by children
@@ -47,10 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     # two processes that begin with these end together
-    items.sort(key=lambda item: -slow[item.path])
+    first = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (first.get(item.path.stem, len(first)), -slow[item.path]))
 
 
 def pytest_collection_finish() -> None:
     """Thousands of tests are a third of a second in every collection of garbage, and runs ask for many."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(SELDOM)

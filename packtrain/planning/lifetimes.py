@@ -70,11 +70,12 @@ class _Lives:
         result = [self._input(leaf) for leaf in placed.graph.leaves if leaf.kind == "input"]
         for i, step in enumerate(placed.steps):
             end, space = placed.released(i), step.backend.space
-            name = f"{names[step.results[0]]} work"
-            together = self.arena_of(name)  # all workspaces of a step
-            for spec in step.workspaces:
-                given = name, step.op.name, "workspace", space, spec.nbytes, i, end
-                result.append(Storage(*given, together))
+            if needed := step.workspaces:
+                name = f"{names[step.results[0]]} work"
+                together = self.arena_of(name)  # all workspaces of a step
+                for spec in needed:
+                    given = name, step.op.name, "workspace", space, spec.nbytes, i, end
+                    result.append(Storage(*given, together))
             taken: set[Storage] = set()
             for index, t in enumerate(step.results):
                 if t.base.kind or (t not in self.reads and index in step.op.optional):

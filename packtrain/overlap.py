@@ -33,7 +33,7 @@ def overlapped(
 ) -> list[Step]:
     """The steps, with copies in two parts where a backend carries them beside its kernels. What travels gets a home and
     a name."""
-    ways = _ways(steps)
+    ways = _ways(steps) if any(step.source for step in steps) else {}
     begins, ends = dict[int, list[Step]](), dict[int, list[Step]]()
     taken = dict.fromkeys(names.values(), 1) if ways else {}
     for way in ways.values():
@@ -54,8 +54,6 @@ def overlapped(
 
 def _ways(steps: Sequence[Step]) -> dict[int, _Way]:
     """By the number of the copy; each as early and as late as its values and the one before allow."""
-    if all(step.source is None for step in steps):
-        return {}
     made, read = _touched([s.results for s in steps]), _touched([s.reads for s in steps])
     updates = [at for at, s in enumerate(steps) if s.op.writes]
     found, last = dict[int, _Way](), dict[tuple[str, str], _Way]()

@@ -18,7 +18,8 @@ def scores(path: Path, text: np.ndarray, chunk: int, *, swa_full: bool) -> tuple
     for at in range(0, len(text), chunk):
         here = text[at : at + chunk].tolist()
         logits = made.decode(here, wanted=range(len(here))).astype(np.float64)
-        logits -= np.logaddexp.reduce(logits, -1, keepdims=True)
+        logits -= logits.max(-1, keepdims=True)
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
         next = text[at + 1 : at + 1 + len(here)]
         found += (-logits[np.arange(len(next)), next]).tolist()
     return np.array(found), made.cache.ring

@@ -208,12 +208,10 @@ class _Placing:
         self.fallen.add(call.op.name)
         return numpy, known(numpy, call, call.op, call.inputs)
 
-    def _near(self, call: Call) -> Sequence[Backend]:
-        tied = self._tied(call)
-        return [tied] if tied else self._by_bytes(call)
-
-    def _by_bytes(self, call: Call) -> list[Backend]:
-        """Where the inputs are, first where the fewest bytes are copied for this call and what needs its results."""
+    def _near(self, call: Call) -> list[Backend]:
+        """Where it is tied to, or its inputs are: first where the fewest bytes are copied for it and its results."""
+        if (tied := self._tied(call)) is not None:
+            return [tied]
         latest = sorted(call.reads, key=lambda t: -1 if t.call is None else t.call.serial)
         homes = {(b.name, b.space): b for t in reversed(latest) if (b := self.home[t.base])}
         if len({b.space for b in homes.values()}) < 2:

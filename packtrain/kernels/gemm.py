@@ -46,10 +46,13 @@ from packtrain.kernels.simd import (
     scratch,
 )
 
-BROAD = (576 if roomy() else 288) if AVX512 else 384  # most columns in a block of b
+# Intel's cores with 2 MiB of L2 fetch panels and sums themselves; more of L2 than that others may evict
+ROOMY = AVX512 and roomy()
+BROAD = 288 if AVX512 and not ROOMY else 384  # most columns in a block of b
+BROADEST = 576 if ROOMY else BROAD  # in bf16
 GROUPS = 8  # packed at once
 CHUNK = GROUPS * ROWS
-B_SIZE, A_SIZE = DEEP * BROAD, (DEEP * GROUP + SHIFT) * GROUPS
+B_SIZE, A_SIZE = DEEP * BROADEST, (DEEP * GROUP + SHIFT) * GROUPS
 USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those with packed weights
 PAGE = 1024  # f32 of a page of memory
 AHEAD = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
@@ -71,7 +74,7 @@ def emit_add(builder, half, a, b, sum_):
 def emit_turn(builder, layout, width, left, right, sums):
     """The sums after one more place: ROWS values at `left` times `width` vectors at `right`."""
     places = [builder.add(right, I64(64 * w)) for w in range(width)]
-    for place in places:
+    for place in () if ROOMY else places:
         emit_prefetch(builder, builder.add(place, I64(AHEAD)))
     columns = [builder.load(vector_at(builder, place), align=64) for place in places]
     now = []
@@ -146,7 +149,7 @@ def emit_tile(builder, layout, width, given):
     def place(r, w):
         return beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
 
-    for cell in cells:
+    for cell in () if ROOMY else cells:
         emit_prefetch(builder, place(*cell), write=1)
     sums = emit_sums(builder, layout, width, a, panel, depth, ahead)
     for r in range(ROWS):
@@ -255,7 +258,7 @@ def use_stack(number):
 @kernel(i64(i64, i64))
 def broad(depth, half):
     """The most columns of a block of b."""
-    return B_SIZE // places(depth, half)
+    return DEEP * (BROADEST if half else BROAD) // places(depth, half)
 
 
 @kernel(types.void(i64))

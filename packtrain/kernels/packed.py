@@ -11,7 +11,7 @@ from packtrain.kernels.amx import STEPS, TILE, pack_columns
 from packtrain.kernels.call import each, kernel, part_of, spans, tasks_of, threads, words2
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.dots import FUSED, dot
-from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, even, pack, times_block
+from packtrain.kernels.gemm import B_SIZE, BROAD, BROADEST, DEEP, even, pack, times_block
 from packtrain.kernels.matmul import shares
 from packtrain.kernels.panels import AMX, PANEL, pair, places
 from packtrain.kernels.simd import (
@@ -49,7 +49,7 @@ def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy, half):
     With half = 1, x and w are rounded to bf16; see amx.py for half = 2.
     """
     flat, block = scratch(FLAT), scratch(B_SIZE)
-    step, across = even(k, DEEP, COLUMNS), even(n, BROAD, PANEL)
+    step, across = even(k, DEEP, COLUMNS), even(n, BROADEST if half else BROAD, PANEL)
     for p in range(0, max(k, 1), step):
         depth = min(k - p, step)
         keep = f32(1.0) if add or p else f32(0.0)

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# tests start a thousand commands, which would compile all files of Python again
+# tests start a thousand commands, each of which would compile every Python file again
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test lint bench conformance goldens reference real-base real clean

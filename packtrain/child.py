@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-SELDOM = 50_000  # new objects between looks for garbage, which graphs leave all at once
+SELDOM = 50_000  # new objects between searches for garbage: a graph becomes garbage as a whole
 PATIENCE = 2.0  # seconds to wait for an answer before `late` is called
 
 

@@ -9,6 +9,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from packtrain.backends import CPU, Backend, Target, numpy
 from packtrain.copies import Copies, known
@@ -134,13 +135,12 @@ def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
 
 class _Placing:
     def __init__(self, graph: Graph, target: Target, order: Sequence[Call]) -> None:
-        self.among, self.several = target.backends, len(target.every) > 1
+        self.graph, self.among, self.several = graph, target.backends, len(target.every) > 1
         self.home = {leaf: target.home(leaf) for leaf in graph.leaves}
         self.names = dict(graph.names)
         self.steps: list[Step] = []
         self.barriers: list[int] = []
         self.copies = Copies(graph, order, self.home, self.names, self._copy)
-        self.wanted = self._wanted(graph) if self.several else {}
         self.fallen: set[str] = set()
 
     def run(self, group: list[Call]) -> None:
@@ -183,10 +183,11 @@ class _Placing:
     ) -> None:
         self.steps.append(Step(cont, call, at, kernel, (t,), (copy,), source))
 
-    def _wanted(self, graph: Graph) -> dict[Tensor, set[str]]:
+    @cached_property
+    def wanted(self) -> dict[Tensor, set[str]]:
         """The spaces where a result is read beside weights or states that live there."""
         found: dict[Tensor, set[str]] = {}
-        for call in graph.calls:
+        for call in self.graph.calls:
             backend = self._tied(call)
             if backend is not None:
                 for t in call.reads:

@@ -27,7 +27,7 @@ NEEDS = {
     "browser": (browser_path() is not None, "Playwright or a browser is not installed"),
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }
-LONGEST = (
+LONGEST = (  # files, longest first: two processes that begin with them end together
     "test_matrix_runs",
     "test_torch_backend",
     "test_ranks",
@@ -57,7 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(mark) and not there:
                 item.add_marker(pytest.mark.skip(reason=reason))
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    # two processes that begin with these end together
     first = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (first.get(item.path.stem, len(first)), -slow[item.path]))
 

@@ -1,4 +1,4 @@
-"""`--memory` for every architecture and every way to train it: planned, refused with a minimum, run inside it."""
+"""`--memory` for every architecture, and for every way to train: planned, refused with a minimum, run inside it."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -126,7 +126,7 @@ def rows_of(name: str, kind: str) -> Rows:
 def cells() -> Iterator[tuple[str, str, str]]:
     """Every architecture in two ways, by turns, without a limit and with the smallest; with others in one of them.
 
-    In all ways with PACKTRAIN_MATRIX=whole in the environment, in three times the time.
+    In all ways with PACKTRAIN_MATRIX=whole in the environment, in twice the time.
     """
     whole = os.environ.get("PACKTRAIN_MATRIX") == "whole"
     for number, name in enumerate(CONFIGS):
@@ -138,7 +138,7 @@ def cells() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("name", "kind", "budget"), list(cells()))
-def test_every_architecture_in_every_way_within_every_budget(name, kind, budget):
+def test_every_architecture_within_every_budget(name, kind, budget):
     """What is planned takes what was searched for, and 5 % below the smallest budget nothing is found."""
     shape, looking, whole, least = rows_of(name, kind)
     assert least < whole

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -277,6 +277,18 @@ def test_what_several_calls_read_elsewhere_is_copied_once_a_run() -> None:
     checks.same_bits(checks.execute(run, given), want, "first")
     other = given | {"x": rng.random((6, 4), np.float32), "w": rng.random((6, 4), np.float32)}
     checks.same_bits(checks.execute(run, other), checks.run(graph, other), "with other inputs")
+
+
+def test_one_backend_goes_on_after_a_call_that_it_cannot_run() -> None:
+    """What is read beside its weights later counts then, too."""
+    x, other, w = pt.input("x", (6, 4)), pt.input("other", (6, 4)), pt.weight("w", (4, 4))
+    y = ops.matmul(ops.mul(ops.gelu(x), other), w)
+    (without,) = among([FAR], {})
+    without = replace(without, can=lambda inputs: inputs != (x,))  # type: ignore[type-var]
+    with pytest.warns(UserWarning, match=r"no kernel of \['cpu'\] for \['gelu'\]"):
+        placed = place(pt.Graph({"y": y}), Target((without,)))
+    on = [(s.op.name, s.backend.space) for s in placed.steps if s.source is None]
+    assert on == [("gelu", HOST), ("mul", "far"), ("matmul", "far")], str(placed)
 
 
 def test_small_parts_are_copied_alone() -> None:

@@ -46,10 +46,11 @@ from packtrain.kernels.simd import (
     scratch,
 )
 
-# Intel's cores with 2 MiB of L2 fetch panels and sums themselves; more of L2 than that others may evict
+# With AVX-512 and 2 MiB of L2, which are Intel's, cores prefetch panels and sums themselves. In f32, wider blocks of b
+# lose a part of their cache to others.
 ROOMY = AVX512 and roomy()
 BROAD = 288 if AVX512 and not ROOMY else 384  # most columns in a block of b
-BROADEST = 576 if ROOMY else BROAD  # in bf16
+BROADEST = 576 if ROOMY else BROAD  # the same in bf16; the buffer has room for it
 GROUPS = 8  # packed at once
 CHUNK = GROUPS * ROWS
 B_SIZE, A_SIZE = DEEP * BROADEST, (DEEP * GROUP + SHIFT) * GROUPS
@@ -74,7 +75,7 @@ def emit_add(builder, half, a, b, sum_):
 def emit_turn(builder, layout, width, left, right, sums):
     """The sums after one more place: ROWS values at `left` times `width` vectors at `right`."""
     places = [builder.add(right, I64(64 * w)) for w in range(width)]
-    for place in () if ROOMY else places:
+    for place in places if layout == PAIRED or not ROOMY else ():
         emit_prefetch(builder, builder.add(place, I64(AHEAD)))
     columns = [builder.load(vector_at(builder, place), align=64) for place in places]
     now = []
@@ -149,7 +150,7 @@ def emit_tile(builder, layout, width, given):
     def place(r, w):
         return beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
 
-    for cell in () if ROOMY else cells:
+    for cell in cells if layout == PAIRED or not ROOMY else ():
         emit_prefetch(builder, place(*cell), write=1)
     sums = emit_sums(builder, layout, width, a, panel, depth, ahead)
     for r in range(ROWS):
@@ -228,7 +229,7 @@ def pack(block, b, tb, ldb, depth, n, half):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64))
 def times_block(ta, m, n, a, lda, block, depth, beta, c, ldc, half):
-    """c (m, n) = op(a) @ block + beta * c, which is 0 or 1; `pack` has packed the block, at most (DEEP, BROAD)."""
+    """c (m, n) = op(a) @ block + beta * c, which is 0 or 1; `pack` has packed the block, at most `broad` columns."""
     chunk, deep = scratch(A_SIZE), places(depth, half)
     if AMX and half:
         high = A_SIZE // max(deep, LANES) // STEPS * STEPS

@@ -57,18 +57,19 @@ def dot_rows(y, a, b, accumulate, start, stop):
             poke(y, at, peek(y, at) + s if accumulate else s)
 
 
-@kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64, i64))
-def shares(m, n, count, unit, again):
+@kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64, i64, i64))
+def shares(m, n, count, unit, again, broad):
     """Rows and columns of each of `count` tasks of an (m, n) product, such that computing and packing take least time.
 
-    Columns are multiples of `unit`; packing a value of b takes as long as `again` multiply-adds.
+    Columns are multiples of `unit`, up to `broad` of them a block; packing a value of b takes as long as `again`
+    multiply-adds.
     """
     least, rows, columns = i64(1) << 62, m, n
     for down in range(1, count + 1):
         if count % down == 0:
             high = -(-m // (down * gemm.ROWS)) * gemm.ROWS
             wide = -(-n // (count // down * unit)) * unit
-            work = high * (wide + PACKING * -(-wide // gemm.BROAD)) + again * wide
+            work = high * (wide + PACKING * -(-wide // broad)) + again * wide
             if work < least:
                 least, rows, columns = work, high, wide
     return rows, columns
@@ -142,7 +143,7 @@ def product(y, a, b, accumulate, half):
     if m * n * k <= SMALL or count == 1:
         block(y, a, b, accumulate, half, 0, m, 0, n)
         return
-    rows, columns = shares(m, n, count, LANES, PACKING)
+    rows, columns = shares(m, n, count, LANES, PACKING, gemm.BROADEST if half else gemm.BROAD)
     across = -(-n // columns)
     given = (y, a, b, accumulate, half, rows, columns, across)
     each(block_task, given, -(-m // rows) * across)

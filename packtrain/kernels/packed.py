@@ -216,7 +216,7 @@ def product_back(x, y, block, kind, w, add, half):
     m, k = x.shape
     if x.size == 0:
         return
-    rows, step = shares(m, k, threads(), max(block, LEAST_COLUMNS), UNPACKING)
+    rows, step = shares(m, k, threads(), max(block, LEAST_COLUMNS), UNPACKING, BROADEST)
     across = -(-k // step)
     given = (x, y, kind, w, add, half, rows, step, across)
     each(product_back_task, given, across * -(-m // rows))

@@ -252,7 +252,7 @@ def test_a_process_that_grows_with_each_search_is_met_by_the_second(monkeypatch)
         return SimpleNamespace(shape=shape, fits=True, change="")
 
     def planned_here(*_):
-        grown = 2 * MIB + 600_000 + MIB // 2 * (len(asked) - 1)
+        grown = budgets.ASIDE_NBYTES + MIB + 75_000 + MIB // 2 * (len(asked) - 1)
         found.append(asked[-1] + grown)
         return SimpleNamespace(total_nbytes=found[-1] - budgets.MARGIN_NBYTES)
 

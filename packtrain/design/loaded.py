@@ -19,8 +19,8 @@ from packtrain.models.config import Config
 from packtrain.ops.costs import in_tiles
 from packtrain.optim import Optimizer
 
-GUESSED_NBYTES = 10 << 20  # if there is no memory for the child; 6 to 7 MiB were measured
-UNSURE_NBYTES = 4 << 20  # by how much the guess may be too high
+GUESSED_NBYTES = 17 << 20  # if there is no memory for the child; 11 to 16 MiB were measured
+UNSURE_NBYTES = 6 << 20  # by how much the guess may be too high
 MEASURED = 4  # times
 CHILD_NBYTES = 44 << 20  # 34 to 36 MiB were measured
 

@@ -20,7 +20,7 @@ from packtrain.ops.costs import in_tiles
 from packtrain.optim import Optimizer
 
 GUESSED_NBYTES = 17 << 20  # if there is no memory for the child; 11 to 16 MiB were measured
-UNSURE_NBYTES = 6 << 20  # by how much the guess may be too high
+UNSURE_NBYTES = 7 << 20  # by how much the guess may be too high
 MEASURED = 4  # times
 CHILD_NBYTES = 44 << 20  # 34 to 36 MiB were measured
 

@@ -136,7 +136,7 @@ def test_two_passes_need_no_memory_for_waiting_gradients():
 def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
     blocks = chain(deep(6, max_norm=max_norm), request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
-    everything = blocks.plan(keep_all(6, len(blocks.block.values)))
+    everything = blocks.plan(keep_all(6, len(blocks.block.value_nbytes)))
     least = blocks.least()
     budgets = np.linspace(least.nbytes, everything.nbytes, 12).astype(int)
     found = [blocks.within(int(budget)) for budget in budgets]
@@ -174,7 +174,7 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
 
 def test_the_spacing_of_sqrt():
     blocks = chain(deep(6), request())
-    inside = sum(-(-t.spec.nbytes // 64) * 64 for t in blocks.block.values)
+    inside = sum(blocks.block.value_nbytes)
     assert spacing(blocks) == max(round((6 * blocks.block.stream_nbytes / inside) ** 0.5), 1)
 
 

@@ -22,7 +22,7 @@ from packtrain.optim import AdamW
 from packtrain.placing import place
 from packtrain.planning import verify
 from packtrain.recompute import uniform
-from packtrain.recompute.block import backward_steps
+from packtrain.recompute.middle import backward_steps
 from tests.architectures import CONFIGS
 
 REQUEST = Request(AdamW(), Rates(1e11, 1e10))

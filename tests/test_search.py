@@ -1,5 +1,6 @@
 """What a search knows of ways to run a block before it builds them, and that it finds no worse for it."""
 
+import gc
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
 
@@ -11,6 +12,7 @@ from packtrain.cost import Rates
 from packtrain.design.plans import APPLY, MEASURE, make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import FREE, SLACK, Search, unlimited
+from packtrain.graph import Graph
 from packtrain.optim import AdamW
 from packtrain.recompute import Choice, uniform
 from tests.search_checks import CONFIG, REQUEST, SHAPE, check_alone, fresh
@@ -83,7 +85,7 @@ def test_what_takes_time_to_recompute_is_kept():
 
 def test_more_time_keeps_no_more():
     block = fresh(SHAPE).block
-    places = {at for at, t in enumerate(block.values) if t in block._read}
+    places = set(block.read)
     kept = [set(block.free(share * block.forward_seconds)) for share in (0, 0.01, 0.1, 0.5, 1)]
     assert kept[0] == places and kept[-1] == set() < kept[2] < kept[0]
     assert all(fewer <= more for more, fewer in pairwise(kept))
@@ -158,14 +160,28 @@ def test_two_passes_take_at_least_what_one_takes_without_its_gradients():
         assert looking._at_least(form) <= least.nbytes
 
 
-def test_a_search_keeps_the_graphs_of_one_chain():
-    search = Search(REQUEST)
+def test_a_search_keeps_no_graph_but_the_last_short_one():
+    def graphs() -> int:
+        gc.collect()
+        return sum(isinstance(one, Graph) for one in gc.get_objects())
+
+    search, before = Search(REQUEST), graphs()
     search.smallest(SHAPE)
     search.best(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
-    chains = {id(chain.block): chain for chain in search._chains.values() if chain.like is None}
-    assert len(chains) > 1
-    assert sum("_short" in chain.block.__dict__ for chain in chains.values()) <= 1
-    assert sum("_head" in chain.__dict__ for chain in chains.values()) <= 1
+    chains = {id(one.block): one for one in search._chains.values() if one.block.__dict__}
+    assert len(chains) > 1 and graphs() - before <= 1
+
+
+def test_a_search_afresh_knows_of_its_chains_what_short_ones_say_and_no_more():
+    asked = Search(REQUEST)
+    asked.best(SHAPE, int(0.7 * asked.rough(SHAPE).nbytes))
+    for shape in (SHAPE, replace(SHAPE, chunk=16, twice=2)):
+        asked.chain(shape).plan(None)
+        asked.chain(shape).block.measure(asked.chain(shape).block.ways)
+        old, new = asked.chain(shape), asked.afresh().chain(shape)
+        assert old.found and old.block._known and not new.found and not new.block._known
+        assert new.block._middle is old.block._middle and new.head_work == old.head_work
+        assert new.smallest == Search(REQUEST).chain(shape).smallest
 
 
 def test_a_context_far_too_long_is_answered_with_one_that_fits():

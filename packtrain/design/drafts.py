@@ -5,6 +5,7 @@ Returns for Shapes under one Request their StepEstimates, Chains (for choosing r
 
 import gc
 from dataclasses import dataclass, replace
+from typing import Self
 
 from packtrain.backends import HOST
 from packtrain.design.depth import even, reached, with_blocks
@@ -61,8 +62,15 @@ class Drafts:
         self._samples: dict[Config, list[GraphEstimate]] = {}
         self._known: dict[StepShape, StepEstimate] = {}
         self._chains: dict[StepShape, Chain] = {}
-        self._short: dict[tuple[str, StepShape], Built] = {}
-        self._measured: Chain | None = None  # the last one asked for, which has graphs
+        self._before: dict[StepShape, Chain] = {}  # whose short chains have been measured
+        self._short: tuple[tuple[str, StepShape], Built] | None = None  # the last one
+
+    def afresh(self) -> Self:
+        """The same, whose chains have measured nothing but short ones."""
+        one = type(self)(self.request, self.space)
+        one._graphs, one._samples, one._known = self._graphs, self._samples, self._known
+        one._before = self._chains
+        return one
 
     def sizes(self, shape: StepShape) -> StepEstimate:
         if shape not in self._known:
@@ -132,9 +140,11 @@ class Drafts:
         config, key = shape.config, (name, _what_matters(name, shape))
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
             return build_graph(name, shape, optimizer)
-        if key not in self._short:
-            self._short[key] = build_graph(*key, optimizer)
-        return self._short[key]
+        if self._short is None or self._short[0] != key:
+            self._short = None
+            gc.collect()  # graphs are large, and garbage only as a whole
+            self._short = key, build_graph(*key, optimizer)
+        return self._short[1]
 
     def _of_samples(self, shape: StepShape) -> list[GraphEstimate]:
         config = shape.config
@@ -147,22 +157,15 @@ class Drafts:
         """The blocks of the training graph that determines memory, for choosing recomputation."""
         shape = replace(shape, keep=None)
         if shape not in self._chains:
-            first = replace(shape, chunk=CHUNK, twice=0)
+            chunk = CHUNK if shape.chunk in CHUNKS else shape.chunk
+            first, before = replace(shape, chunk=chunk, twice=0), self._before.get(shape)
             like = None if first == shape else self.chain(first)
-            calls = int(self.sizes(shape).inside)
-            self._chains[shape] = chain(shape, self.request, self.space, like, calls, self._build)
-        return self._kept(self._chains[shape])
-
-    def _kept(self, asked: Chain) -> Chain:
-        """Free the graphs of the chain that was asked for before; what needs one again builds it."""
-        measured = asked if asked.like is None else asked.like.chain
-        if measured is not self._measured:
-            if self._measured is not None:
-                self._measured.forget()
-            self._measured = measured
-            self._short.clear()
-            gc.collect()
-        return asked
+            if before is not None:
+                self._chains[shape] = before.afresh(like)
+            else:
+                given = self.space, like, int(self.sizes(shape).inside), self._build
+                self._chains[shape] = chain(shape, self.request, *given)
+        return self._chains[shape]
 
     def inside(self, shape: StepShape) -> bool:
         """Whether blocks compute in this space."""

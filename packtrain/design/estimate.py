@@ -5,12 +5,14 @@ Numbers of bytes are those of one memory space.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from packtrain import cost
 from packtrain.backends import HOST
 from packtrain.cost import Rates
 from packtrain.design.depth import reached, with_blocks
+from packtrain.design.forms import CHUNKS
 from packtrain.design.plans import BOUND_NBYTES, STEP, blocks_in, build_graph, lasting, leaves
 from packtrain.design.request import CALL_NBYTES, Request
 from packtrain.design.shape import StepShape
@@ -126,13 +128,12 @@ def chain(
     if calls is None:
         calls = len(graph(whole, None).graph.calls)
 
-    def chunked(placed: Placed) -> Placed:
-        return with_chunk(placed, shape.chunk)
-
-    same = None if like is None else Like(like, chunked)
+    head = CHUNKS.index(shape.chunk) if shape.chunk in CHUNKS else -1
+    same = None if like is None else Like(like, head)
+    heads = [partial(with_chunk, chunk=chunk) for chunk in CHUNKS]
     offload = NEVER if space == HOST else request.offload
     given = reserved, per_call, calls, same, TOGETHER, request.target, space, offload
-    return Chain(graph, whole, request.rates, *given, shape.twice, twice)
+    return Chain(graph, whole, request.rates, *given, shape.twice, twice, heads)
 
 
 def _gradients(shape: StepShape) -> tuple[int, int]:

@@ -240,8 +240,7 @@ class Search(Drafts):
         """
         if even(shape):
             return self._or_again(self.least_of(extremes(shape, fixed)))
-        anew = Search(self.request, self.space)  # whose chains have measured nothing yet
-        anew._graphs, anew._samples, anew._known = self._graphs, self._samples, self._known
+        anew = self.afresh()
         least = anew.least_of(extremes(shape, fixed))
         while less := anew.fastest(shape, int(least.nbytes * (1 - SLACK)), fixed):
             least = less

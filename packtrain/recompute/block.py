@@ -4,17 +4,15 @@ Returns Options, given a function that builds the training graph for a number of
 lower bound from a short chain that keeps everything, and are measured by real lifetimes on request.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from packtrain import cost
 from packtrain.backends import CPU, Target, cpu
 from packtrain.cost import Rates
-from packtrain.ops.stored import reads_again
 from packtrain.packing import alive
 from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
@@ -27,16 +25,12 @@ from packtrain.recompute.choice import (
     Inner,
     Option,
     aligned,
-    inner_values,
     is_away,
     put_away,
-    stretches,
 )
-from packtrain.recompute.front import Kept, front, least_again
-from packtrain.tensor import Call, Tensor
-
-SAMPLED = 3  # blocks of the chain on which ways are measured; the middle one counts
-OF_SHORT = "_short", "_split", "_calls", "values", "_read"  # what has tensors of that chain
+from packtrain.recompute.front import Kept, least_again
+from packtrain.recompute.middle import SAMPLED, Middle, backward_steps, costs_nothing, middle
+from packtrain.tensor import Call
 
 Build = Callable[[int, Choice | None], Built]
 
@@ -68,96 +62,69 @@ class BlockCosts:
         self.reserve, self.head_reserve = reserved
         self._known: dict[Inner, Option] = {}
 
-    def forget(self) -> None:
-        """Free the short chain, which is built again if it is needed."""
-        for name in OF_SHORT:
-            self.__dict__.pop(name, None)
-
-    # ---- the middle block of a short chain that keeps everything
-
     @cached_property
-    def _short(self) -> Built:
-        return self.build(SAMPLED, None)
+    def _middle(self) -> Middle:
+        """Of a short chain that keeps everything."""
+        built = self.build(SAMPLED, None)
+        later = self.head_reserve + (SAMPLED - 2) * self.reserve
+        later += self.twice * len(built.stream) // (SAMPLED + 1) * aligned(built.stream[0].spec)
+        placed = place(built.graph, self.target)
+        return middle(built, placed, self.space, later, self.seconds)
 
-    @cached_property
-    def parts(self) -> int:
-        """Number of parts in which a block processes its rows; the stream has as many values for each block."""
-        return len(self._short.stream) // (SAMPLED + 1)
+    def afresh(self) -> "BlockCosts":
+        """The same, as if nothing had been measured on longer chains."""
+        one = copy(self)
+        one._known = {}
+        return one
 
-    @cached_property
-    def _split(self) -> list[list[Call]]:
-        """The calls of each part of each block; first those before any block."""
-        return stretches(self._short.stream)
-
-    @cached_property
-    def _calls(self) -> list[Call]:
-        """The calls of the first part."""
-        return self._split[2 * self.parts]
+    # ---- the middle block
 
     @property
-    def _ends(self) -> tuple[Tensor, Tensor]:
-        """The input and the output of these calls."""
-        return self._short.stream[self.parts], self._short.stream[2 * self.parts]
+    def parts(self) -> int:
+        """Number of parts in which a block processes its rows; the stream has as many values for each block."""
+        return self._middle.parts
 
-    @cached_property
+    @property
     def stream_nbytes(self) -> int:
-        return self.parts * aligned(self._short.stream[0].spec)
+        return self.parts * self._middle.stream
 
-    @cached_property
+    @property
     def forward_seconds(self) -> float:
-        return self.parts * sum(map(self.seconds, self._calls))
+        return self.parts * self._middle.seconds
 
-    @cached_property
+    @property
     def forward_calls(self) -> int:
-        return self.parts * len(self._calls)
+        return self.parts * len(self._middle.calls)
 
     def seconds(self, call: Call) -> float:
-        return 0.0 if _costs_nothing(call) else cost.call_seconds(call, self.rates)
+        return 0.0 if costs_nothing(call) else cost.call_seconds(call, self.rates)
 
-    @cached_property
-    def values(self) -> list[Tensor]:
-        """Values that the first part could keep."""
-        return inner_values(self._calls)
-
-    @cached_property
-    def _read(self) -> set[Tensor]:
-        """Values of it that the backward pass reads."""
-        inside, (_, end) = set(self._calls), self._ends
-        backward = (call for call in self._short.graph.calls if call.phase == "backward")
-        return {t.base for call in backward for t in call.reads if t.base.call in inside} - {end}
+    @property
+    def value_nbytes(self) -> list[int]:
+        """Bytes of each value that the first part could keep, by place."""
+        return self._middle.nbytes
 
     @property
     def read(self) -> list[int]:
-        """Their places."""
-        return [place for place, t in enumerate(self.values) if t in self._read]
+        """Places of those that the backward pass reads."""
+        return self._middle.places
 
-    @cached_property
-    def _cuts(self) -> list[int]:
-        """Places of values on every path through the block."""
-        inside, (start, end) = set(self._calls), self._ends
-        return [
-            i
-            for i, t in enumerate(self.values)
-            if all(start not in call.reads for call in needed({end}, {t}, inside))
-        ]
+    def free(self, seconds: float) -> tuple[int, ...]:
+        """Places of values to keep; the others, the cheapest by byte, take at most `seconds` to recompute."""
+        return self._middle.free(seconds / self.parts)
 
     # ---- ways to run it
 
     @cached_property
-    def _front(self) -> list[Kept]:
-        """Sets of values that the first part can keep."""
-        return front(self._calls, self.values, self._ends[0], self._read, self._cuts, self.seconds)
-
-    @cached_property
     def ways(self) -> list[Inner]:
         """The ways on the Pareto front of bytes kept and seconds added, in all their forms."""
-        return [way for kept in self._front for way in self._forms(kept.places)]
+        return [way for kept in self._middle.front for way in self._forms(kept.places)]
 
     def _forms(self, keep: tuple[int, ...]) -> list[Inner]:
         """If a cut of the block is not kept, another form recomputes it first, and then each side; and all these with
         what is kept away."""
         plain = tuple((place, 0) for place in keep)
-        near = [plain, *((*plain, (cut, 1)) for cut in self._cuts if cut not in keep)]
+        near = [plain, *((*plain, (cut, 1)) for cut in self._middle.cuts if cut not in keep)]
         return [*near, *map(put_away, near)] if self.offload else near
 
     def saved(self, way: Inner) -> int:
@@ -165,7 +132,7 @@ class BlockCosts:
         return -self.stream_nbytes if is_away(way) else self._nbytes(way)
 
     def _nbytes(self, way: Inner) -> int:
-        return self.parts * sum(aligned(self.values[at].spec) for at in _kept(way))
+        return self.parts * sum(self.value_nbytes[at] for at in _kept(way))
 
     @property
     def saved_all(self) -> int:
@@ -174,7 +141,7 @@ class BlockCosts:
 
     @cached_property
     def _read_nbytes(self) -> int:
-        return sum(aligned(t.spec) for t in self._read)
+        return sum(self.value_nbytes[at] for at in self.read)
 
     def crossing(self, way: Inner) -> float:
         """Seconds for what a way keeps away, there and back."""
@@ -200,7 +167,7 @@ class BlockCosts:
         whole = self._read_nbytes
         if nbytes > whole * self.parts:
             return np.inf
-        points = self._front
+        points = self._middle.front
         if self.offload:
             moved = ((self.stream_nbytes / self.parts + one.saved, one) for one in points)
             points = [
@@ -209,31 +176,15 @@ class BlockCosts:
             ]
         return self.parts * least_again(points, whole - nbytes / self.parts)
 
-    def free(self, seconds: float) -> tuple[int, ...]:
-        """Places of values to keep; the others, the cheapest by byte, take at most `seconds` to recompute."""
-        inside, kept = set(self._calls), set(self._read)
-        price = {t: self._again({t}, kept - {t}, inside) / t.spec.nbytes for t in self.values}
-        for t in sorted(kept, key=lambda t: (price[t], self.values.index(t))):
-            if self._again(self._read, kept - {t}, inside) <= seconds:
-                kept.remove(t)
-        return tuple(place for place, t in enumerate(self.values) if t in kept)
-
-    def _again(self, wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> float:
-        """Seconds to compute `wanted` from kept values."""
-        again = needed(wanted - kept, {self._ends[0], *kept}, inside)
-        return self.parts * sum(map(self.seconds, again))
-
     # ---- lower bounds
 
     @cached_property
     def _bounds(self) -> dict[Inner, Option]:
         """Lower bounds: as if recomputed values were alive only while they are read."""
-        needed_nbytes, kept_nbytes = self._alive
-        bounds = dict[Inner, Option]()
-        for kept in self._front:
-            calls = self.parts * self._calls_again(kept.places)
-            seconds = self.parts * kept.again
-            nbytes = needed_nbytes + kept_nbytes[list(kept.places)].sum(axis=0)
+        inside, bounds = self._middle, dict[Inner, Option]()
+        for kept in inside.front:
+            seconds, calls = self.parts * kept.again, self.parts * inside.again(kept.places)
+            nbytes = inside.needed + inside.kept[list(kept.places)].sum(axis=0)
             for way in self._forms(kept.places):
                 took = seconds + self.crossing(way)
                 bounds[way] = Option(way, self.saved(way), took, calls, int(nbytes.max()))
@@ -242,41 +193,7 @@ class BlockCosts:
     @property
     def least_work(self) -> int:
         """Least bytes of its backward pass, whatever it keeps."""
-        return int(self._alive[0].max())
-
-    def _calls_again(self, places: tuple[int, ...]) -> int:
-        kept = {self._ends[0], *(self.values[at] for at in places)}
-        again = needed(self._read - kept, kept, set(self._calls))
-        return sum(not _costs_nothing(call) for call in again)
-
-    @cached_property
-    def _alive(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes alive at each step of the backward pass whatever is kept, and additional bytes by kept value.
-
-        Counts what a step reads or writes; not values for later steps, or those that other blocks keep.
-        """
-        placed, parts = place(self._short.graph, self.target), self.parts
-        first, last = backward_steps(placed, self._short, parts)[1]
-        steps, stored = placed.steps[first : last + 1], storages(placed, self.space)
-        blocks = [inner_values(calls) for calls in self._split[2 * parts : 3 * parts]]
-        own = {t: at for values in blocks for at, t in enumerate(values)}
-        inside = {t for calls in self._split[parts:] for call in calls for t in call.results}
-        inside.update(self._short.stream)
-        begun = {t: i for i, step in enumerate(placed.steps) for t in step.results}
-        touched = [{t.base for t in (*step.reads, *step.results)} for step in steps]
-        always, kept = np.zeros(len(steps), int), np.zeros((len(self.values), len(steps)), int)
-        for storage, start, end, nbytes in zip(stored, *columns(stored, ALIGNMENT), strict=True):
-            values = [t for t in storage.tensors if t in inside]
-            others = (begun[t] for t in storage.tensors if t not in inside and t in begun)
-            taken = min(others, default=end) if values else start
-            always[max(taken - first, 0) : max(end - first, 0)] += nbytes
-            at = own.get(values[-1]) if values else None
-            if at is None:
-                continue
-            for i in range(max(start - first, 0), min(taken - first, len(steps))):
-                (kept[at] if touched[i].isdisjoint(values) else always)[i] += nbytes
-        later = self.head_reserve + (SAMPLED - 2) * self.reserve
-        return always - later - self.twice * self.stream_nbytes, kept
+        return int(self._middle.needed.max())
 
     # ---- measurements
 
@@ -312,42 +229,8 @@ class BlockCosts:
             self._known[way] = Option(way, saved[i], seconds, len(again), work)
 
 
-def _costs_nothing(call: Call) -> bool:
-    """A view, or what is stored in another form, which the backward pass computes again in any case."""
-    return call.op.view or reads_again(call)
-
-
 def _kept(way: Inner) -> tuple[int, ...]:
     return tuple(at for at, rank in way if rank <= 0 and at != INPUT)
-
-
-def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Call]:
-    """The calls inside a block that compute `wanted` from `kept`."""
-    calls: set[Call] = set()
-    stack = list(wanted)
-    while stack:
-        t = stack.pop()
-        if t in kept or t.call is None or t.call not in inside or t.call in calls:
-            continue
-        calls.add(t.call)
-        stack.extend(t.call.reads)
-    return calls
-
-
-def backward_steps(placed: Placed, built: Built, parts: int) -> dict[int, tuple[int, int]]:
-    """For each block, the first step with a gradient of its output, and the last that computes one of its input.
-
-    All parts of a block come before those of the block below. The first block has none if nothing before it is
-    trained.
-    """
-    serials = [step.call.serial for step in placed.steps]
-    ends = list[list[int]]()
-    for at in range(0, len(built.stream), parts):
-        found = (built.gradients.get(t) for t in built.stream[at : at + parts])
-        writers = (d.call.serial for d in found if d is not None and d.call is not None)
-        ends.append(sorted(bisect_left(serials, serial) for serial in writers))
-    pairs = enumerate(pairwise(ends))
-    return {i: (end[-1], beginning[-1]) for i, (beginning, end) in pairs if beginning and end}
 
 
 class Alive:

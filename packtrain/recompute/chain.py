@@ -6,7 +6,8 @@ Beaumont et al. 2021 (rotor) and Chen et al. 2016 (arXiv 1604.06174) for the cha
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,10 +19,13 @@ from packtrain.cost import Rates
 from packtrain.packing import lower_bound
 from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
-from packtrain.recompute.block import Alive, BlockCosts, Build, backward_steps
-from packtrain.recompute.choice import ALIGNMENT, NEVER, Choice, aligned, uniform
+from packtrain.recompute.block import Alive, BlockCosts, Build
+from packtrain.recompute.choice import ALIGNMENT, NEVER, Choice, uniform
+from packtrain.recompute.middle import backward_steps
 from packtrain.recompute.solver import ChainSolver, Solved
 from packtrain.recompute.twice import TwiceSolver
+
+Headed = Callable[[Placed], Placed]
 
 ROUNDS = 4
 HEADED = 2  # blocks of the chain on which the head is measured
@@ -60,6 +64,7 @@ class Chain:
     offload      whether blocks may keep what they keep in the process's memory
     twice        the backward pass of so many of the first blocks runs twice; `like` is a chain in which none does
     again        builds one in which those of all do
+    heads        turn a graph with its head into ones with other heads, of chains that are like this one
     """
 
     def __init__(
@@ -77,11 +82,12 @@ class Chain:
         offload: int = NEVER,
         twice: int = 0,
         again: Build | None = None,
+        heads: Sequence[Headed] = (),
     ) -> None:
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
         self.twice = twice
         self.space = space or target.space
-        self.build, self.count, self.like = build, count, like
+        self.build, self.count, self.like, self.heads = build, count, like, heads
         together = max(min(count - 2, together), FEW)
         how = together, target, space, offload
         self.block = BlockCosts(build, rates, reserved, *how)
@@ -90,28 +96,33 @@ class Chain:
             self.block, self.again = like.chain.block, like.chain.again
         self.found: dict[Choice | None, Found] = {}
 
-    @cached_property
+    def afresh(self, like: "Chain | None" = None) -> "Chain":
+        """The same, as if only short chains had been measured; `like` is that of the chain that it is like."""
+        one = copy(self)
+        one.__dict__.pop("smallest", None)
+        one.found = {}
+        if like is not None and self.like is not None:
+            one.like, one.block, one.again = replace(self.like, chain=like), like.block, like.again
+        else:
+            one.block, one.again = self.block.afresh(), self.again.afresh()
+        return one
+
+    @property
     def head_work(self) -> int:
         """Most bytes between the last block's forward and backward pass, without what blocks keep."""
-        placed, first = self._head if self.like is None else self.like.chain._head
         if self.like is not None:
-            placed = self.like.headed(placed)
-        most = Alive(placed, self.space).most(0, first - 1)
-        return most - (HEADED + 1) * self.block.stream_nbytes
+            return self.like.chain.head_works[self.like.head]
+        return self.head_works[-1]
 
     @cached_property
-    def _head(self) -> tuple[Placed, int]:
-        """A chain that keeps only its stream, and the step at which the backward pass reaches the last block."""
+    def head_works(self) -> list[int]:
+        """The same with each of the heads, and then with its own; of a chain that keeps only its stream."""
         built = self.build(HEADED, uniform(HEADED, ()))
         placed = place(built.graph, self.target)
         first, _ = backward_steps(placed, built, self.block.parts)[HEADED - 1]
-        return placed, first
-
-    def forget(self) -> None:
-        """Free graphs, which are built again if they are needed."""
-        self.__dict__.pop("_head", None)
-        self.block.forget()
-        self.again.forget()
+        with_heads = [*(headed(placed) for headed in self.heads), placed]
+        most = [Alive(one, self.space).most(0, first - 1) for one in with_heads]
+        return [nbytes - (HEADED + 1) * self.block.stream_nbytes for nbytes in most]
 
     def least_seconds(self, nbytes: int) -> float:
         """Least added seconds for `nbytes` less than keeping everything."""
@@ -261,10 +272,10 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """A chain of the same blocks, and how to turn a graph with its head into one with the other's."""
+    """A chain of the same blocks, and which of its heads the other one has."""
 
     chain: Chain
-    headed: Callable[[Placed], Placed]
+    head: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,5 +290,5 @@ class Smallest:
 def spacing(chain: Chain) -> int:
     """a = sqrt(n v / u): of n blocks with u bytes inside and v between, every a-th is kept. Chen et al. 2016."""
     block = chain.block
-    inside = block.parts * sum(aligned(t.spec) for t in block.values)
+    inside = block.parts * sum(block.value_nbytes)
     return max(round(math.sqrt(chain.count * block.stream_nbytes / inside)), 1)

@@ -1,12 +1,9 @@
 """What a block can keep: sets of its values on the Pareto front of bytes and seconds."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-
-from packtrain.recompute.choice import aligned
-from packtrain.tensor import Call, Tensor
 
 PLACES = 16  # values of a block, the largest, from which sets are formed
 OPTIONS = 12  # sets of a block, spread over each Pareto front
@@ -20,27 +17,37 @@ class Kept(NamedTuple):
     places: tuple[int, ...]
 
 
+class Made(NamedTuple):
+    """A call of a block: numbers of its results and of what it reads, and the seconds that it takes."""
+
+    results: tuple[int, ...]
+    reads: tuple[int, ...]
+    seconds: float
+    counts: bool  # whether recomputing it is a call
+
+
 def front(
-    calls: Sequence[Call],
-    values: Sequence[Tensor],
-    start: Tensor,
-    wanted: Collection[Tensor],
+    calls: Sequence[Made],
+    values: Sequence[int],
+    nbytes: Sequence[int],
+    start: int,
+    wanted: Collection[int],
     cuts: Collection[int],
-    seconds: Callable[[Call], float],
 ) -> list[Kept]:
     """Sets of values of a block on the Pareto front of sets with the same cuts.
 
-    calls   of the block, from `start` on, and the time that each takes
+    calls   of the block, from `start` on
+    values  that could be kept, by place, and the bytes of each
     wanted  values that the backward pass reads
     cuts    places of values on every path through the block: keeping one makes the working set smaller, which
             neither bytes nor seconds show
     """
     places = [i for i, t in enumerate(values) if t in wanted]
-    places = sorted(sorted(places, key=lambda i: -aligned(values[i].spec))[:PLACES])
+    places = sorted(sorted(places, key=lambda i: -nbytes[i])[:PLACES])
     sets = np.arange(1 << len(places))
-    kept = {values[place]: sets >> bit & 1 > 0 for bit, place in enumerate(places)}
-    saved = sum((aligned(t.spec) * there for t, there in kept.items()), np.zeros(len(sets), int))
-    again = _again(calls, start, wanted, kept, seconds)
+    kept = {place: sets >> bit & 1 > 0 for bit, place in enumerate(places)}
+    saved = sum((nbytes[at] * there for at, there in kept.items()), np.zeros(len(sets), int))
+    again = _again(calls, start, wanted, {values[at]: there for at, there in kept.items()})
     passed = sets & sum(1 << bit for bit, place in enumerate(places) if place in cuts)
 
     def of(one: int) -> Kept:
@@ -55,21 +62,17 @@ def front(
 
 
 def _again(
-    calls: Sequence[Call],
-    start: Tensor,
-    wanted: Collection[Tensor],
-    kept: Mapping[Tensor, np.ndarray],
-    seconds: Callable[[Call], float],
+    calls: Sequence[Made], start: int, wanted: Collection[int], kept: Mapping[int, np.ndarray]
 ) -> np.ndarray:
     """Seconds to recompute `wanted`, for each of many sets; kept[t]: which of them keep t."""
     absent = {t: ~there for t, there in kept.items()} | {start: np.False_}
-    asked: dict[Tensor, np.ndarray | np.bool_] = dict.fromkeys(wanted, np.True_)
+    asked: dict[int, np.ndarray | np.bool_] = dict.fromkeys(wanted, np.True_)
     total = np.zeros(len(next(iter(kept.values()), (0,))))
     for call in reversed(calls):
         need: np.ndarray | np.bool_ = np.False_
         for t in call.results:
             need = need | (asked.get(t, np.False_) & absent.get(t, np.True_))
-        total += seconds(call) * need
+        total += call.seconds * need
         for t in call.reads:
             asked[t] = asked.get(t, np.False_) | need
     return total

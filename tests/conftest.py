@@ -41,6 +41,8 @@ SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())
 
 # read when kernels are loaded, here and by children
 os.environ.setdefault("PACKTRAIN_DEBUG", "calls")
+# threads of PyTorch that spin while they wait take the cores from tests beside them
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # a shell's background job ignores these, and so would the children of tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -9,9 +9,12 @@ import pytest
 
 from packtrain.backends import HOST
 from packtrain.cost import Rates
-from packtrain.design.plans import APPLY, MEASURE, make_plans
+from packtrain.design import drafts
+from packtrain.design.depth import even
+from packtrain.design.plans import APPLY, MEASURE, build_graph, make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import FREE, SLACK, Search, unlimited
+from packtrain.design.shape import Base
 from packtrain.graph import Graph
 from packtrain.optim import AdamW
 from packtrain.recompute import Choice, uniform
@@ -170,6 +173,28 @@ def test_a_search_keeps_no_graph_but_the_last_short_one():
     search.best(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
     chains = {id(one.block): one for one in search._chains.values() if one.block.__dict__}
     assert len(chains) > 1 and graphs() - before <= 1
+
+
+def test_a_search_frees_each_graph_before_it_builds_the_next(monkeypatch):
+    def graphs() -> int:
+        return sum(isinstance(one, Graph) for one in gc.get_objects())
+
+    def watched(*given):
+        alive.append(graphs() - before)
+        return build_graph(*given)
+
+    shape = replace(SHAPE, base=Base((), ("blk.1.ffn_*", "blk.3.ffn_*")))
+    search, alive = Search(REQUEST), list[int]()
+    assert not even(shape)
+    gc.collect()
+    before = graphs()
+    monkeypatch.setattr(drafts, "build_graph", watched)
+    gc.disable()
+    try:
+        search.smallest(shape)
+    finally:
+        gc.enable()
+    assert len(alive) > 10 and max(alive) <= 2
 
 
 def test_a_search_afresh_knows_of_its_chains_what_short_ones_say_and_no_more():

@@ -63,13 +63,13 @@ class Drafts:
         self._known: dict[StepShape, StepEstimate] = {}
         self._chains: dict[StepShape, Chain] = {}
         self._before: dict[StepShape, Chain] = {}  # whose short chains have been measured
-        self._short: tuple[tuple[str, StepShape], Built] | None = None  # the last one
+        self._short: dict[tuple[str, StepShape], Built] = {}  # the last one
 
     def afresh(self) -> Self:
         """The same, whose chains have measured nothing but short ones."""
         one = type(self)(self.request, self.space)
         one._graphs, one._samples, one._known = self._graphs, self._samples, self._known
-        one._before = self._chains
+        one._before, one._short = self._chains, self._short
         return one
 
     def sizes(self, shape: StepShape) -> StepEstimate:
@@ -138,13 +138,15 @@ class Drafts:
     def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> Built:
         """A graph; the short one of a chain is also used as a part."""
         config, key = shape.config, (name, _what_matters(name, shape))
+        if key in self._short and shape.keep is None:
+            return self._short[key]
+        gc.collect(1)  # the last graph, which is large, and garbage only as a whole
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
             return build_graph(name, shape, optimizer)
-        if self._short is None or self._short[0] != key:
-            self._short = None
-            gc.collect()  # graphs are large, and garbage only as a whole
-            self._short = key, build_graph(*key, optimizer)
-        return self._short[1]
+        self._short.clear()
+        gc.collect()
+        self._short[key] = build_graph(*key, optimizer)
+        return self._short[key]
 
     def _of_samples(self, shape: StepShape) -> list[GraphEstimate]:
         config = shape.config

@@ -31,6 +31,7 @@ from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.optim import SGD, AdamW
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
+from packtrain.recompute.choice import inner_values, stretches
 from packtrain.training.engine import Engine
 from packtrain.watch import metrics
 from tests.kill import TINY, words
@@ -174,7 +175,8 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
 
 def test_the_spacing_of_sqrt():
     blocks = chain(deep(6), request())
-    inside = sum(blocks.block.value_nbytes)
+    values = inner_values(stretches(blocks.build(3, None).stream)[2])
+    inside = sum(-(-t.spec.nbytes // 64) * 64 for t in values)
     assert spacing(blocks) == max(round((6 * blocks.block.stream_nbytes / inside) ** 0.5), 1)
 
 

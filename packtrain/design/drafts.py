@@ -138,14 +138,14 @@ class Drafts:
     def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> Built:
         """A graph; the short one of a chain is also used as a part."""
         config, key = shape.config, (name, _what_matters(name, shape))
-        if key in self._short and shape.keep is None:
-            return self._short[key]
-        gc.collect(1)  # the last graph, which is large, and garbage only as a whole
+        # the graph before is large, and garbage only as a whole: it is freed first
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
+            gc.collect(1)
             return build_graph(name, shape, optimizer)
-        self._short.clear()
-        gc.collect()
-        self._short[key] = build_graph(*key, optimizer)
+        if key not in self._short:
+            self._short.clear()
+            gc.collect()
+            self._short[key] = build_graph(*key, optimizer)
         return self._short[key]
 
     def _of_samples(self, shape: StepShape) -> list[GraphEstimate]:

@@ -22,7 +22,7 @@ from packtrain.packing import lower_bound
 from packtrain.placing import Placed
 from packtrain.planning.lifetimes import columns, storages
 from packtrain.planning.plan import pool_nbytes
-from packtrain.recompute import ALIGNMENT, NEVER, Built, Chain, Choice, Like, aligned
+from packtrain.recompute import ALIGNMENT, NEVER, Built, Chain, Choice, aligned
 from packtrain.steps import Step
 from packtrain.tensor import Spec, Tensor
 
@@ -128,12 +128,10 @@ def chain(
     if calls is None:
         calls = len(graph(whole, None).graph.calls)
 
-    head = CHUNKS.index(shape.chunk) if shape.chunk in CHUNKS else -1
-    same = None if like is None else Like(like, head)
-    heads = [partial(with_chunk, chunk=chunk) for chunk in CHUNKS]
+    heads = {chunk: partial(with_chunk, chunk=chunk) for chunk in (shape.chunk, *CHUNKS)}
     offload = NEVER if space == HOST else request.offload
-    given = reserved, per_call, calls, same, TOGETHER, request.target, space, offload
-    return Chain(graph, whole, request.rates, *given, shape.twice, twice, heads)
+    given = reserved, per_call, calls, like, TOGETHER, request.target, space, offload
+    return Chain(graph, whole, request.rates, *given, shape.twice, twice, heads, shape.chunk)
 
 
 def _gradients(shape: StepShape) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Activation checkpointing: what to keep of the forward pass, for least extra time within a number of bytes."""
 
-from packtrain.recompute.chain import Chain, Found, Like, spacing
+from packtrain.recompute.chain import Chain, Found, spacing
 from packtrain.recompute.choice import (
     ALIGNMENT,
     ALWAYS,
@@ -16,6 +16,6 @@ from packtrain.recompute.choice import (
 )
 
 __all__ = [
-    "ALIGNMENT", "ALWAYS", "AWAY", "MAYBE", "NEVER", "Built", "Chain", "Choice", "Found", "Like", "aligned", "keep_all",
+    "ALIGNMENT", "ALWAYS", "AWAY", "MAYBE", "NEVER", "Built", "Chain", "Choice", "Found", "aligned", "keep_all",
     "spaced", "spacing", "uniform",
 ]  # fmt: skip

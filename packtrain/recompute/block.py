@@ -24,7 +24,6 @@ from packtrain.recompute.choice import (
     Choice,
     Inner,
     Option,
-    aligned,
     is_away,
     put_away,
 )
@@ -66,10 +65,7 @@ class BlockCosts:
     def _middle(self) -> Middle:
         """Of a short chain that keeps everything."""
         built = self.build(SAMPLED, None)
-        later = self.head_reserve + (SAMPLED - 2) * self.reserve
-        later += self.twice * len(built.stream) // (SAMPLED + 1) * aligned(built.stream[0].spec)
-        placed = place(built.graph, self.target)
-        return middle(built, placed, self.space, later, self.seconds)
+        return middle(built, place(built.graph, self.target), self.space, self.seconds)
 
     def afresh(self) -> "BlockCosts":
         """The same, as if nothing had been measured on longer chains."""
@@ -184,7 +180,7 @@ class BlockCosts:
         inside, bounds = self._middle, dict[Inner, Option]()
         for kept in inside.front:
             seconds, calls = self.parts * kept.again, self.parts * inside.again(kept.places)
-            nbytes = inside.needed + inside.kept[list(kept.places)].sum(axis=0)
+            nbytes = self._needed + inside.kept[list(kept.places)].sum(axis=0)
             for way in self._forms(kept.places):
                 took = seconds + self.crossing(way)
                 bounds[way] = Option(way, self.saved(way), took, calls, int(nbytes.max()))
@@ -193,7 +189,13 @@ class BlockCosts:
     @property
     def least_work(self) -> int:
         """Least bytes of its backward pass, whatever it keeps."""
-        return int(self._middle.needed.max())
+        return int(self._needed.max())
+
+    @cached_property
+    def _needed(self) -> np.ndarray:
+        """Bytes of each step of the backward pass, without what stays after those of later blocks, or passes."""
+        later = self.head_reserve + (SAMPLED - 2) * self.reserve
+        return self._middle.needed - later - self.twice * self.stream_nbytes
 
     # ---- measurements
 

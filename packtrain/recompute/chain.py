@@ -6,7 +6,7 @@ Beaumont et al. 2021 (rotor) and Chen et al. 2016 (arXiv 1604.06174) for the cha
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -64,7 +64,8 @@ class Chain:
     offload      whether blocks may keep what they keep in the process's memory
     twice        the backward pass of so many of the first blocks runs twice; `like` is a chain in which none does
     again        builds one in which those of all do
-    heads        turn a graph with its head into ones with other heads, of chains that are like this one
+    heads        turn a graph with its head into one with each of the heads of chains that are like this one
+    head         which of them it has
     """
 
     def __init__(
@@ -75,25 +76,27 @@ class Chain:
         reserved: tuple[int, int] = (0, 0),
         call_nbytes: int = 0,
         calls: int = 0,
-        like: "Like | None" = None,
+        like: "Chain | None" = None,
         together: int = 1,
         target: Target = CPU,
         space: str | None = None,
         offload: int = NEVER,
         twice: int = 0,
         again: Build | None = None,
-        heads: Sequence[Headed] = (),
+        heads: Mapping[int, Headed] = {},
+        head: int = 0,
     ) -> None:
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
         self.twice = twice
         self.space = space or target.space
-        self.build, self.count, self.like, self.heads = build, count, like, heads
+        self.build, self.count, self.like = build, count, like
+        self.heads, self.head = heads, head
         together = max(min(count - 2, together), FEW)
         how = together, target, space, offload
         self.block = BlockCosts(build, rates, reserved, *how)
         self.again = BlockCosts(again or build, rates, (0, reserved[1]), *how, twice=True)
         if like is not None:
-            self.block, self.again = like.chain.block, like.chain.again
+            self.block, self.again = like.block, like.again
         self.found: dict[Choice | None, Found] = {}
 
     def afresh(self, like: "Chain | None" = None) -> "Chain":
@@ -101,8 +104,9 @@ class Chain:
         one = copy(self)
         one.__dict__.pop("smallest", None)
         one.found = {}
-        if like is not None and self.like is not None:
-            one.like, one.block, one.again = replace(self.like, chain=like), like.block, like.again
+        one.like = like
+        if like is not None:
+            one.block, one.again = like.block, like.again
         else:
             one.block, one.again = self.block.afresh(), self.again.afresh()
         return one
@@ -110,19 +114,19 @@ class Chain:
     @property
     def head_work(self) -> int:
         """Most bytes between the last block's forward and backward pass, without what blocks keep."""
-        if self.like is not None:
-            return self.like.chain.head_works[self.like.head]
-        return self.head_works[-1]
+        return (self.like or self).head_works[self.head]
 
     @cached_property
-    def head_works(self) -> list[int]:
-        """The same with each of the heads, and then with its own; of a chain that keeps only its stream."""
+    def head_works(self) -> dict[int, int]:
+        """The same with each of the heads, of a chain that keeps only its stream."""
         built = self.build(HEADED, uniform(HEADED, ()))
         placed = place(built.graph, self.target)
         first, _ = backward_steps(placed, built, self.block.parts)[HEADED - 1]
-        with_heads = [*(headed(placed) for headed in self.heads), placed]
-        most = [Alive(one, self.space).most(0, first - 1) for one in with_heads]
-        return [nbytes - (HEADED + 1) * self.block.stream_nbytes for nbytes in most]
+        passed = (HEADED + 1) * self.block.stream_nbytes
+        return {
+            head: Alive(headed(placed), self.space).most(0, first - 1) - passed
+            for head, headed in self.heads.items()
+        }
 
     def least_seconds(self, nbytes: int) -> float:
         """Least added seconds for `nbytes` less than keeping everything."""
@@ -268,14 +272,6 @@ class Chain:
         self.plan(self.smallest.choice)
         self.plan(uniform(self.count, ()))
         return min(self.found.values(), key=lambda found: (found.nbytes, found.seconds))
-
-
-@dataclass(frozen=True, slots=True)
-class Like:
-    """A chain of the same blocks, and which of its heads the other one has."""
-
-    chain: Chain
-    head: int
 
 
 @dataclass(frozen=True, slots=True)

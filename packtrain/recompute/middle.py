@@ -104,15 +104,8 @@ class Middle:
         return calls
 
 
-def middle(
-    built: Built, placed: Placed, space: str, later: int, price: Callable[[Call], float]
-) -> Middle:
-    """The middle block of a chain.
-
-    placed  its graph
-    later   bytes that stay after the backward pass of later blocks
-    price   seconds of a call
-    """
+def middle(built: Built, placed: Placed, space: str, price: Callable[[Call], float]) -> Middle:
+    """The middle block of a chain, whose graph is `placed`; `price` are the seconds of a call."""
     parts = len(built.stream) // (SAMPLED + 1)
     split = stretches(built.stream)  # the calls of each part; first those before any block
     calls, values = split[2 * parts], inner_values(split[2 * parts])
@@ -129,19 +122,18 @@ def middle(
     backward = (call for call in built.graph.calls if call.phase == "backward")
     inside = {t for call in calls for t in call.results} - {end}
     read = {numbers[t.base] for call in backward for t in call.reads if t.base in inside}
-    needed, kept = _alive(built, placed, split, space)
+    needed, kept = _alive(built, placed, parts, split, space)
     return Middle(
         parts, aligned(start.spec), [made(call) for call in calls], numbers[start],
         numbers[end], [numbers[t] for t in values], [aligned(t.spec) for t in values], read,
-        needed - later, kept,
+        needed, kept,
     )  # fmt: skip
 
 
 def _alive(
-    built: Built, placed: Placed, split: list[list[Call]], space: str
+    built: Built, placed: Placed, parts: int, split: list[list[Call]], space: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Counts what a step reads or writes; not values for later steps, or those that other blocks keep."""
-    parts = len(built.stream) // (SAMPLED + 1)
     first, last = backward_steps(placed, built, parts)[1]
     steps, stored = placed.steps[first : last + 1], storages(placed, space)
     blocks = [inner_values(calls) for calls in split[2 * parts : 3 * parts]]

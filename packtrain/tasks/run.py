@@ -281,10 +281,12 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
                 file.unlink()
     paths: dict[str, Any] = {
         name: value.absolute()
-        for name, value in vars(settings).items()
+        for name, value in vars(prepared.job.settings).items()
         if isinstance(value, Path) and name != "output"
     }
-    shown = replace(settings, resume=False, overwrite=False, force_reshuffle=False, **paths)
+    shown = replace(
+        prepared.job.settings, resume=False, overwrite=False, force_reshuffle=False, **paths
+    )
     write_text(folder / "run.yaml", to_yaml(shown))
     write_text(folder / "run.json", prepared.about())
     write_text(folder / "plan.json", prepared.json())

@@ -69,7 +69,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
             ("force_reshuffle", lambda s: not s.resume, "without --resume"),
             (
                 "patience",
-                lambda s: not s.steps_per_eval,
+                lambda s: s.steps_per_eval == 0,
                 "with --steps-per-eval 0, which validates once, at the end",
             ),
             (
@@ -150,13 +150,6 @@ def check_effects(settings: RunSettings) -> None:
         if given and ("ITERATION" not in given or "/" in given or not given.endswith(".gguf")):
             raise InputError(
                 f"{flag(name)} {given}: it must be a file name with ITERATION in it, such as model-ITERATION.gguf"
-            )
-    for name in ("lr_min", "warmup_lr"):
-        given = getattr(settings, name)
-        if given is not None and given > settings.learning_rate:
-            raise InputError(
-                f"{flag(name)} {given:g} is more than the peak, --lr {settings.learning_rate:g};"
-                " it must be less"
             )
 
 

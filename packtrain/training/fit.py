@@ -104,7 +104,7 @@ class Fit:
             "seconds": self.progress.seconds,
             **did.more,
         }
-        due = self._due(self.job.settings.steps_per_eval, last=True)
+        due = self._due(self.job.steps_per_eval, last=True)
         if self.job.valid is not None and (due or why_ended(self.job.settings, self.progress)):
             record |= self._validate()
         return record

@@ -80,10 +80,13 @@ class RunSettings:
     batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
     grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1, most=10**6)
     iters: int | None = TRAINING(
-        None, "steps to train (default: one epoch)", flags="--steps", least=1, most=10**12
+        None, "steps to train (default: those of --epochs)", flags="--steps", least=1, most=10**12
     )
     epochs: float | None = TRAINING(
-        None, "passes over the training data, in place of --iters", least=0.001, most=1e6
+        None,
+        "passes over the training data, in place of --iters (default: 1)",
+        least=0.001,
+        most=1e6,
     )
     lr: float | None = TRAINING(
         None,
@@ -153,7 +156,11 @@ class RunSettings:
         0, "seed of initial values, data order and dropout", least=0, most=2**63 - 1
     )
 
-    steps_per_eval: int = TRAINING(200, "validate every N steps; 0: only at the end", least=0)
+    steps_per_eval: int | None = TRAINING(
+        None,
+        "validate every N steps; 0: only at the end (default: about eight times in a run, at least every 200 steps)",
+        least=0,
+    )
     val_batches: int = TRAINING(25, "most micro-batches per validation; 0: all", least=0)
     patience: int = TRAINING(
         0,

@@ -46,6 +46,7 @@ from packtrain.training.pairs import PairBatches
 from packtrain.training.reference import refers
 from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.teacher import TeacherBatches
+from packtrain.training.tune_defaults import as_begun, completed, prospect, usual_alpha
 from packtrain.training.tune_settings import TuneSettings
 from packtrain.words import plural
 
@@ -189,6 +190,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     for name, given in (("the model", settings.model), ("--data", settings.data)):
         if given is None:
             raise InputError(f"{name} must be given: packtrain finetune BASE.gguf --data FILE")
+    settings = as_begun(settings)
     assert settings.model is not None and settings.data is not None
     existing(settings.data, "--data")
     model = open_model(settings.model)
@@ -198,10 +200,15 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     last = max(settings.num_layers, 0)
     types, masters = tuple(model.types().items()), DTYPES[settings.masters]
     base = Base(types, settings.freeze, last, settings.strict, masters)
-    subject = Tuned(settings, model, config, base)
-    if not subject.trained:
+    if not Tuned(settings, model, config, base).trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, data = _batches(settings, model, config, say)
+    settings = completed(settings, config.embedding_length, len(data.train), train.windows)
+    for part in (train, valid):
+        if part is not None:
+            part.rows = settings.batch_size
+    schedule = schedule_of(settings, len(train))
+    say(prospect(len(data.train), schedule.steps, train.windows, settings))
     how, evaluates = settings.preference, valid is not None
     shape = shape_of(settings, config, train.rows, train.time, evaluates or refers(how), base, say)
     if isinstance(train, PairBatches):
@@ -210,12 +217,12 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         shape = replace(shape, distill=train.how)
     return Job(
         settings,
-        f"{settings.model.name}, {train.rows} × {train.time} tokens",
-        subject.taught_by(data),
+        f"{model.gguf.path.name}, {train.rows} × {train.time} tokens",
+        Tuned(settings, model, config, base).taught_by(data),
         f"{data.fingerprint} {fingerprint(model)}",
         shape,
         optimizer_of(settings),
-        schedule_of(settings, len(train)),
+        schedule,
         train,
         valid,
     )
@@ -238,7 +245,7 @@ def _batches(
             partial(PairBatches, how=how),
             row_length(2 * length, *map(PairBatches.lengths_of, parts)),
         )
-    size, learnt = (settings.batch_size, time), make
+    size, learnt = (max(settings.batch_size, 1), time), make
     if settings.distill is not None and settings.teacher is not None:
         teacher = open_model(existing(settings.teacher, "--teacher"))
         check_vocabularies(model, teacher, "a teacher")
@@ -344,6 +351,8 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
         ranks |= dict.fromkeys(found, rank)
     ranks = {kind: rank or _rank(TuneSettings.lora_rank[0])[1] for kind, rank in ranks.items()}
     alpha = settings.lora_alpha
+    if alpha is None:
+        alpha = usual_alpha(settings.rslora, _rank(settings.lora_rank[0])[1])
     if settings.rslora:
         if len(set(ranks.values())) > 1:
             raise InputError("--rslora: all ranks must be equal, because an adapter has one alpha")

@@ -59,7 +59,11 @@ class TuneSettings(RunSettings):
     lora_rank: tuple[str, ...] = LORA(
         ("16",), "rank, or NAME=RANK for the matrices of this name; repeatable", metavar="RANK"
     )
-    lora_alpha: float = LORA(32.0, "scale: the adapter's output counts alpha / rank", least=0.001)
+    lora_alpha: float | None = LORA(
+        None,
+        "scale: the adapter's output counts alpha / rank (default: twice --lora-rank; 32 with --rslora)",
+        least=0.001,
+    )
     rslora: bool = LORA(False, "rank-stabilized scale: alpha / sqrt(rank)")
     lora_modules: str = LORA(
         "all",
@@ -139,11 +143,21 @@ class TuneSettings(RunSettings):
     chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     pack: bool = DATA(True, "pack several samples into one sequence")
 
-    batch_size: int = TRAINING(4, "sequences per micro-batch", least=1)
+    batch_size: int = TRAINING(
+        0, "rows per micro-batch; 0: the most of 1, 2 and 4 that make 40 steps of the data", least=0
+    )
+    epochs: float | None = TRAINING(
+        None,
+        "passes over the training data, in place of --iters (default: 3 up to 500 examples, 2 up to 2000, else 1; up"
+        " to 8 where they make less than 40 steps)",
+        least=0.001,
+        most=1e6,
+    )
     val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
     lr: float | None = TRAINING(
         None,
-        "peak learning rate (default: 2e-4, with --full 1e-5, a tenth of it for pairs, with lbfgs 1)",
+        "peak learning rate (default: 2e-4 at a width of 4096, 8e-4 at 640; a tenth with --full, and for pairs; 1 with"
+        " lbfgs)",
         flags="--learning-rate -lr",
         least=0,
     )
@@ -154,6 +168,7 @@ class TuneSettings(RunSettings):
 
     @property
     def usual_rate(self) -> float:
+        """The rate of runs from before it followed from the width; see training.tune_defaults for later ones."""
         usual = FULL_RATE if self.full else LORA_RATE
         return usual if self.loss == NEXT_TOKEN else usual / 10
 

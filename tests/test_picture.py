@@ -16,11 +16,12 @@ import packtrain.picture
 from packtrain.optim import AdamW
 from packtrain.picture import chart, page, terminal, trace
 from packtrain.picture.chart import ABOVE, BELOW, BOTTOM, LEFT, RIGHT, TOP, byte_ticks, step_ticks
-from packtrain.picture.scene import CATEGORIES, OWNERS, Scene, fullest, make_scene
+from packtrain.picture.scene import CATEGORIES, OWNERS, READING, Scene, fullest, make_scene
 from packtrain.picture.terminal import LINES, MARGIN
 from packtrain.placing import Placed, place
 from packtrain.planning import Arena, Buffer, Plan, make_plan, size_text
 from tests import models
+from tests.browser import chromium
 
 MIB = 1 << 20
 SVG = "{http://www.w3.org/2000/svg}"
@@ -269,7 +270,7 @@ def test_samples_are_drawn_over_the_steps() -> None:
     samples = [(0.0, 7 * MIB), (2.5, 10 * MIB), (8.0, 5 * MIB)]
     data = Read(page(small(), measured=samples)).data
     assert data["samples"] == [[0, MIB], [2.5, 4 * MIB], [8, 0]]  # beside 6 MiB of weights
-    assert data["measured"] == "measured 10.0 MiB"
+    assert "measured 10.0 MiB</li>" in page(small(), measured=samples)
 
 
 def test_sizes_of_files(many: Plan) -> None:
@@ -328,6 +329,61 @@ def test_ticks_are_round() -> None:
     assert byte_ticks(0, 8) == [0]
     assert step_ticks(377, 10) == list(range(0, 378, 50))
     assert step_ticks(1, 10) == [0, 1]
+
+
+def apart() -> dict[str, Any]:
+    """Arguments of a picture in which the lines of arena and budget are next to each other."""
+    buffers = buffer("a", 0, 2, 0, MIB), buffer("b", 1, 3, 3 * MIB, MIB)
+    samples = [(0.0, MIB), (1.5, 4 * MIB), (3.0, 2 * MIB)]
+    return {"plan": plan_of(*buffers), "budget_nbytes": int(4.05 * MIB), "measured": samples}
+
+
+LINES_NAMED = ["lower bound 2.0 MiB", "arena 4.0 MiB", "budget leaves 4.0 MiB", "measured 4.0 MiB"]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1120])
+def test_a_page_says_how_to_read_it_and_names_lines_beside_the_drawing(width: int) -> None:
+    with chromium() as browser:
+        opened = browser.new_page(viewport={"width": width, "height": 800})
+        opened.set_content(page(**apart()))
+        assert opened.locator("#reading").inner_text() == READING
+        assert opened.locator("li.line").all_inner_texts() == LINES_NAMED
+        boxes = opened.evaluate(BOXES, "li, #plot, .hint")
+        assert not crossing(boxes) and all(box[2] <= width for box in boxes)
+
+
+@pytest.mark.browser
+def test_no_line_of_a_drawing_goes_through_a_text() -> None:
+    with chromium() as browser:
+        opened = browser.new_page()
+        opened.set_content(chart(**apart()))
+        texts = opened.locator("svg text").all_text_contents()
+        assert READING in texts and set(LINES_NAMED) <= set(texts)
+        drawn = opened.evaluate(BOXES, "svg text, svg path, svg polyline")
+        texts = opened.evaluate(BOXES, "svg text")
+        assert not [t for t in texts if sum(overlap(t, box) for box in drawn) > 1]  # itself
+
+
+BOXES = """selector => [...document.querySelectorAll(selector)].flatMap(one => {
+  const parts = (one.getAttribute("d") ?? "").split(/(?=M)/);
+  if (parts.length < 2) { const r = one.getBoundingClientRect(); return [[r.left, r.top, r.right, r.bottom]]; }
+  const copy = one.cloneNode();
+  one.after(copy);
+  return parts.map(part => {
+    copy.setAttribute("d", part);
+    const r = copy.getBoundingClientRect();
+    return [r.left, r.top, r.right, r.bottom];
+  });
+})"""
+
+
+def overlap(a: list[float], b: list[float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def crossing(boxes: list[list[float]]) -> list[tuple[list[float], list[float]]]:
+    return [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if overlap(a, b)]
 
 
 # ---- the trace -----------------------------------------------------------------------------------------------

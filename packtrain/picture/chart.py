@@ -10,6 +10,8 @@ from html import escape
 from packtrain.picture.scene import (
     CATEGORIES,
     COLORS,
+    DASHES,
+    READING,
     Level,
     Row,
     Samples,
@@ -20,10 +22,10 @@ from packtrain.picture.scene import (
 )
 from packtrain.planning import Buffer, Plan, size_text
 
-WIDTH, HEIGHT = 900, 640
+WIDTH, HEIGHT = 900, 692
 LEFT, RIGHT = 84, 876  # both plots within the picture
-TOP, BOTTOM = 84, 404  # addresses
-ABOVE, BELOW = 436, 516  # bytes alive
+TOP, BOTTOM = 128, 448  # addresses
+ABOVE, BELOW = 480, 560  # bytes alive
 MOST = 3_000  # the largest rectangles are drawn; the others would be specks
 COLUMNS = 396  # of the bytes alive
 NAMED = 4  # owners of the peak
@@ -32,7 +34,6 @@ PLAIN = f'fill="{INK}"'
 HALO = (
     f'fill="{STRONG}" stroke="#fff" stroke-width="3" paint-order="stroke"'  # readable over anything
 )
-DASHES = {"bound": "6 3", "arena": "", "budget": "2 3"}
 
 
 def chart(
@@ -52,7 +53,9 @@ def chart(
     drawn = [
         label(24, 34, scene.title, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
         label(24, 54, scene.summary, "start"),
+        label(24, 74, READING, "start"),
         _legend(scene),
+        _lines(scene),
         *_axes(frame),
         *_rectangles(scene, frame),
         *_alive(scene, frame),
@@ -110,8 +113,6 @@ def _alive(scene: Scene, frame: Frame) -> Iterator[str]:
         points = [(frame.x(step), _height(nbytes, frame)) for step, nbytes in scene.samples]
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         yield f'<polyline points="{places}" fill="none" stroke="{STRONG}" stroke-width="1.5"/>'
-        top = min(y for _, y in points)
-        yield label(LEFT + 6, top + 14, scene.measured_text, "start", HALO)
 
 
 def _height(nbytes: float, frame: Frame) -> float:
@@ -161,27 +162,37 @@ def _peak(scene: Scene, frame: Frame) -> Iterator[str]:
 
 
 def _level(level: Level, frame: Frame) -> str:
-    y = frame.y(level.nbytes)
-    x, anchor = (LEFT + 6, "start") if level.kind == "arena" else (RIGHT - 6, "end")
-    line = f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{STRONG}" stroke-dasharray="{DASHES[level.kind]}"/>'
-    below = level.kind == "bound"
-    return line + label(x, y + (14 if below else -5), level.text, anchor, HALO)
+    return _line(LEFT, RIGHT, frame.y(level.nbytes), level.kind)
+
+
+def _line(left: float, right: float, y: float, kind: str) -> str:
+    dashes = f'stroke="{STRONG}" stroke-dasharray="{DASHES[kind]}"'
+    return f'<path d="M{left} {y:.1f}H{right}" {dashes}/>'
 
 
 def _legend(scene: Scene) -> str:
-    """One line; squares are filled like the rectangles."""
+    """One row of the legend; squares are filled like the rectangles."""
     drawn, x = [], 24
     for category in scene.used():
-        drawn.append(f'<rect x="{x}" y="63" width="11" height="11" {_fill(category)}/>')
-        drawn.append(label(x + 17, 73, category, "start"))
+        drawn.append(f'<rect x="{x}" y="87" width="11" height="11" {_fill(category)}/>')
+        drawn.append(label(x + 17, 97, category, "start"))
         x += 34 + 7 * len(category)
     return "".join(drawn)
 
 
+def _lines(scene: Scene) -> str:
+    """The row of the legend below it: the lines and their sizes."""
+    drawn, x = [], 24
+    for kind, text in scene.lines:
+        drawn += [_line(x, x + 28, 111, kind), label(x + 35, 115, text, "start")]
+        x += 56 + 7 * len(text)
+    return "".join(drawn)
+
+
 def _owners(scene: Scene) -> Iterator[str]:
-    yield label(24, 564, "Largest at the peak", "start", f'font-weight="600" fill="{STRONG}"')
+    yield label(24, 608, "Largest at the peak", "start", f'font-weight="600" fill="{STRONG}"')
     for k, b in enumerate(scene.owners[:NAMED]):
-        y = 582 + 16 * k
+        y = 626 + 16 * k
         about = f"{plain(b.name, 60)} = {plain(b.op, 30)}, {b.category}"
         yield label(110, y, size_text(b.nbytes), "end")
         yield label(160, y, f"{scene.share(b.nbytes):.1%}", "end")

@@ -10,7 +10,7 @@ const drawn = document.getElementById("drawn").getContext("2d");
 const pointed = document.getElementById("pointed").getContext("2d");
 const count = plan.start.length;
 const whole = { t0: 0, t1: plan.last, a0: 0, a1: plan.top };
-const DASHES = { bound: [7, 4], arena: [], budget: [2, 3] };
+const dashes = (kind) => plan.dashes[kind].split(" ").filter(Boolean).map(Number);
 let view = { ...whole };
 let ink = {}; // colours of the theme
 let box = {}; // places of both plots in CSS pixels
@@ -184,19 +184,15 @@ function drawLive() {
   }
   if (plan.samples.length) {
     const points = plan.samples.map(([t, nbytes]) => [x(t), height(nbytes)]);
-    line(drawn, ink.strong, [], ...points);
-    label(drawn, plan.measured, box.left + 5, Math.min(...points.map(([, py]) => py)) + 14, "left", ink.strong);
+    line(drawn, ink.strong, dashes("measured"), ...points);
   }
 }
 
 function drawLevels() {
-  for (const [kind, text, nbytes] of plan.levels) {
-    if (view.a0 <= nbytes && nbytes <= view.a1) {
-      line(drawn, ink.strong, DASHES[kind], [box.left, y(nbytes)], [box.right, y(nbytes)]);
-      const [px, align] = kind === "arena" ? [box.left + 5, "left"] : [box.right - 5, "right"];
-      label(drawn, text, px, y(nbytes) + (kind === "bound" ? 15 : -5), align, ink.strong);
-    }
-    if (kind === "budget") line(drawn, ink.strong, DASHES[kind], [box.left, height(nbytes)], [box.right, height(nbytes)]);
+  const level = (kind, py) => line(drawn, ink.strong, dashes(kind), [box.left, py], [box.right, py]);
+  for (const [kind, nbytes] of plan.levels) {
+    if (view.a0 <= nbytes && nbytes <= view.a1) level(kind, y(nbytes));
+    if (kind === "budget") level(kind, height(nbytes));
   }
   const [step, nbytes] = plan.peak;
   const at = x(step + 0.5);

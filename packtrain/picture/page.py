@@ -15,7 +15,9 @@ from typing import Any
 from packtrain.picture.scene import (
     CATEGORIES,
     COLORS,
+    DASHES,
     OWNERS,
+    READING,
     Row,
     Samples,
     Scene,
@@ -51,6 +53,7 @@ def page(
     parts = {
         "title": escape(scene.title),
         "summary": escape(scene.summary),
+        "reading": READING,
         "seal": seal,
         "legend": _legend(scene),
         "owners": _owners(scene),
@@ -90,9 +93,9 @@ def _data(scene: Scene) -> dict[str, Any]:
         "later": {k: later for k, b in enumerate(buffers) if (later := _later(b))},
         "ops": [plain(op) for op in ops],
         "categories": [[category, COLORS[category]] for category in CATEGORIES],
-        "levels": [[level.kind, level.text, level.nbytes] for level in scene.levels],
+        "dashes": DASHES,
+        "levels": [[level.kind, level.nbytes] for level in scene.levels],
         "samples": scene.samples,
-        "measured": scene.measured_text,
         "last": scene.last,
         "top": scene.top,
         "peak": [arena.peak_step, arena.lower_bound],
@@ -108,7 +111,13 @@ def _later(b: Buffer) -> list[str]:
 
 
 def _legend(scene: Scene) -> str:
-    return "".join(f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
+    """The colours of the rectangles, then the lines."""
+    colors = (f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
+    lines = (
+        f'<li class="line {kind}"><svg><path d="M0 4H28" stroke-dasharray="{DASHES[kind]}"/></svg>{text}</li>'
+        for kind, text in scene.lines
+    )
+    return "".join([*colors, *lines])
 
 
 def _swatch(category: str) -> str:

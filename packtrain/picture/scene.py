@@ -22,6 +22,11 @@ COLORS = {  # by category, from the bottom of a stack up; distinct on white and 
 }
 CATEGORIES = list(COLORS)
 OWNERS = 10  # rows of the table of the largest buffers at the peak
+READING = (
+    "Each rectangle is a buffer: its width is its lifetime in ops, its height its size;"
+    " the lower chart shows the bytes alive at each op."
+)
+DASHES = {"bound": "6 3", "arena": "9 3 2 3", "budget": "2 3", "measured": ""}  # of lines, by kind
 
 Row = tuple[str, int, str]  # what, bytes, why
 Samples = Sequence[tuple[float, int]]  # step, bytes of the process
@@ -117,6 +122,12 @@ class Scene:
         if 0 < left <= 2 * arena.nbytes:
             found.append(Level("budget", f"budget leaves {size_text(left)}", left))
         return found
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """Kind and text of every horizontal line, for the legend: a text in the drawing would be struck through."""
+        measured = [("measured", self.measured_text)] if self.samples else []
+        return [*((level.kind, level.text) for level in self.levels), *measured]
 
     @property
     def top(self) -> int:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -33,6 +34,9 @@ LOCAL = [
 CONNECTIONS = 16  # at once; more are refused
 STALLED = 20  # seconds for which a client may take nothing
 ENDING = 3.0  # seconds that closing may take
+MAX_WAIT = 20.0  # seconds for which an answer may wait for the end of the run
+LOOK = 0.05  # seconds between two looks whether the run has ended
+ASKS_AGAIN = 1.0  # seconds in which a page that waits asks again after an answer
 PIECE = 1 << 16
 PLAN = "plan.html"
 HEADERS = {
@@ -56,7 +60,9 @@ def address(text: str) -> tuple[str, int]:
 class Watching:
     """A page that listens at `address` once it is made; `url` is where. Raises InputError.
 
-    board  what it shows; another may take its place at any time
+    board  what it shows
+    Pages ask with `wait`: they are answered when so many seconds have passed, or at once when the run has ended. So
+    each of them has the end, hidden ones included, whose timers a browser slows down.
     """
 
     def __init__(self, watch: str, board: Board) -> None:
@@ -73,6 +79,10 @@ class Watching:
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL + 1)
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
+        self._num_waiting, self._answered = (
+            0,
+            -ASKS_AGAIN,
+        )  # pages, and when one was told that the run goes on
 
     def _app(self, local: bool) -> Starlette:
         routes = [Route("/", self._page), Route("/data", self._data), Route("/plan", self._plan)]
@@ -91,8 +101,25 @@ class Watching:
         asked = request.query_params
         since = asked.get("since", "0")
         known = int(since) if since.isdecimal() and len(since) < 18 else 0
+        wait = asked.get("wait", "0")
+        if wait.isdecimal() and wait != "0":
+            await self._wait(request, min(float(wait), MAX_WAIT))
         body = self.board.text(known, asked.get("session", ""))
         return Response(body, media_type="application/json", headers=HEADERS)
+
+    async def _wait(self, request: Request, seconds: float) -> None:
+        """Return after so many seconds, or when the run has ended, or whoever asked or the server goes away."""
+        until = time.monotonic() + seconds
+        self._num_waiting += 1
+        try:
+            while not (self.board.end or self._server.should_exit or time.monotonic() > until):
+                if await request.is_disconnected():
+                    return
+                await asyncio.sleep(LOOK)
+            if self.board.end is None:
+                self._answered = time.monotonic()
+        finally:
+            self._num_waiting -= 1
 
     async def _plan(self, request: Request) -> Response:
         """The plan's picture of a run; its own policy allows its own script."""
@@ -125,7 +152,12 @@ class Watching:
                 pass
 
     def close(self) -> None:
-        """End the thread; connections that do not end in time are cut."""
+        """End the thread once all pages have the end of the run; connections that do not end in time are cut."""
+        until = time.monotonic() + ENDING
+        while (self.board.end and time.monotonic() < until) and (
+            self._num_waiting or time.monotonic() < self._answered + ASKS_AGAIN
+        ):
+            time.sleep(LOOK)
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(ENDING)

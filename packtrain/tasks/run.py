@@ -28,7 +28,7 @@ from packtrain.sampling import Sampling
 from packtrain.settings import to_yaml
 from packtrain.tasks.alike import check_alike
 from packtrain.tasks.ready import Prepare, Ready, facts
-from packtrain.tasks.watched import Show, watched
+from packtrain.tasks.watched import FINISHED, STOPPED, watched
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.compatible import check_compatible
 from packtrain.training.engine import Engine
@@ -40,6 +40,7 @@ from packtrain.training.space import check_space, resumable
 from packtrain.training.state import Progress, previous
 from packtrain.training.teacher import teach
 from packtrain.watch import METRICS, Watch
+from packtrain.watch.board import Board
 from packtrain.watch.metrics import read
 from packtrain.watch.progress import clock
 from packtrain.words import plural
@@ -110,17 +111,15 @@ def _joined(
     after: Callable[[Ready, Progress, Events], None],
 ) -> Trained:
     """The run, as one of its ranks."""
-    with watched(settings, events.message) as show:
+    with watched(settings, events) as (events, board):
         prepared = prepare(settings, events.message)
         check_alike(prepared)
         _begin(prepared, events)
-        return _carry_out(
-            settings,
-            prepared,
-            partial(_train, settings, prepared, before, events, show),
-            events,
-            after,
-        )
+        train = partial(_train, settings, prepared, before, events, board)
+        result = _carry_out(settings, prepared, train, events, after)
+        wrote = f"{result.output} is written"
+        board.end = (STOPPED, ["", *board.messages][-1]) if result.stopped else (FINISHED, wrote)
+        return result
 
 
 def _carry_out(
@@ -173,7 +172,7 @@ def _train(
     prepared: Ready,
     before: Callable[[Fit, Events, Callable[[], bool]], None],
     events: Events,
-    show: Show,
+    board: Board,
 ) -> Trained:
     """All steps, up to the last or a stop."""
     folder, total, job = settings.folder, prepared.planned_nbytes, prepared.job
@@ -185,7 +184,7 @@ def _train(
         Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
         events.training(job.steps, total, settings.steps_per_report),
     ):
-        show(folder, lambda: watch.peak.nbytes)
+        board.show(folder, lambda: watch.peak.nbytes)
         if not _taught(prepared, folder, events, stopped):
             return Trained(settings.output, folder, prepared, Progress(), watch.peak.nbytes, True)
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)

@@ -1,18 +1,49 @@
-"""The page of a run while it goes on (--watch): its server, and the memory that a plan must count for it."""
+"""The page of a run while it goes on (--watch): its server, what the run tells it, and the memory that a plan must
+count for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from packtrain.errors import Interrupted
+from packtrain.events import Counted, Events
 from packtrain.tasks.extra import check_server
 from packtrain.training.settings import RunSettings
 from packtrain.watch.board import Board
 
 ROOM_NBYTES = 5 << 20  # for answers; 3.7 MiB were measured with 15 stalled clients
-Show = Callable[[Path, Callable[[], int]], None]  # show(folder, peak of memory)
 STARTED_NBYTES = 1 << 20  # by which a server that runs is larger than one that is loaded
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # how a run ends
+
+
+class Told(Events):
+    """Events of a run that tell its page, too, what the run says and counts."""
+
+    def __init__(self, events: Events, board: Board) -> None:
+        passed_on = (name for name in vars(Events) if name[0] != "_" and name not in vars(Told))
+        vars(self).update({name: getattr(events, name) for name in passed_on})
+        self.events, self.board = events, board
+
+    def message(self, text: str) -> None:
+        self.board.message(text)
+        self.events.message(text)
+
+    def plan(self, ready: Any) -> None:
+        self.board.message(ready.ended or "\n".join([str(ready), *ready.notes]))
+        self.events.plan(ready)
+
+    @contextmanager
+    def counting(self, what: str, part: str) -> Iterator[Counted]:
+        def counted(done: int, total: int, *texts: str) -> None:
+            self.board.doing = f"{what}: {part} {done:,} of {total:,}"
+            count(done, total, *texts)
+
+        with self.events.counting(what, part) as count:
+            try:
+                yield counted
+            finally:
+                self.board.doing = ""
 
 
 def serving() -> Any:
@@ -22,20 +53,27 @@ def serving() -> Any:
 
 
 @contextmanager
-def watched(settings: RunSettings, say: Callable[[str], None]) -> Iterator[Show]:
-    """Serve the page of a run, if it is asked for; `show` a run from when its folder is its own. Raises InputError."""
+def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, Board]]:
+    """Serve the page of a run, if it is asked for: events to tell it by, and its board. Raises InputError.
+
+    Whoever trains calls `show` of the board when the run's folder is its own, and sets its `end`; what is raised here
+    is an end, too. Pages that are open get the end before the server goes.
+    """
+    board = Board(dict, settings.folder.stem, lambda: 0)
     if settings.watch is None:
-        yield lambda folder, peak: None
+        yield events, board
         return
-    server = serving().Watching(settings.watch, Board(dict, settings.folder.stem, lambda: 0))
-
-    def show(folder: Path, peak: Callable[[], int]) -> None:
-        server.board = Board(lambda: {folder.stem: folder}, folder.stem, peak)
-
+    server = serving().Watching(settings.watch, board)
     server.start()
-    say(f"watch the run at {server.url}")
+    events.message(f"watch the run at {server.url}")
     try:
-        yield show
+        yield Told(events, board), board
+    except (KeyboardInterrupt, Interrupted) as error:
+        board.end = STOPPED, str(error) or "stopped at once, without saving"
+        raise
+    except BaseException as error:
+        board.end = FAILED, str(error) or type(error).__name__
+        raise
     finally:
         server.close()
 

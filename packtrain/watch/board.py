@@ -3,16 +3,18 @@
 import json
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from packtrain.memory import private_nbytes
-from packtrain.watch.history import History
+from packtrain.watch.history import History, printed
 from packtrain.watch.runs import differing
 
 EACH = 0.5  # seconds for which what was read is kept, however many clients ask
 FIND = 5.0  # seconds between two looks for new runs
+MAX_MESSAGES = 50  # the newest
 
 
 class Board:
@@ -20,7 +22,10 @@ class Board:
 
     find   the folders of runs by name
     title  of the page
-    peak   peak bytes of this process so far, if it is the one that trains; then there is one run
+    peak   peak bytes of this process so far, if it is the one that trains; then there is one run, none while it is
+           planned
+    doing  the work that the run counts at this moment, such as a validation; empty: none
+    end    how that run ended: finished, stopped or failed, and a sentence
     """
 
     def __init__(
@@ -33,11 +38,27 @@ class Board:
         self.session, self.version = secrets.token_hex(8), 0
         self.runs = dict[str, History]()
         self._read = self._found = -1e9
+        self.doing, self._end_is_read = "", False
+        self.end: tuple[str, str] | None = None
+        self.messages, self._num_messages = deque[str](maxlen=MAX_MESSAGES), 0
+        self._messages_seen = (0, 0)  # their number, and the version that had them first
+
+    # ---- told by the run, from its thread
+
+    def show(self, folder: Path, peak: Callable[[], int]) -> None:
+        """The run is planned, and its folder is its own from here on."""
+        self.find, self.peak = (lambda: {folder.stem: folder}), peak
+
+    def message(self, text: str) -> None:
+        self.messages.append(printed(text))
+        self._num_messages += 1
+
+    # ---- asked by pages
 
     def refresh(self) -> None:
-        """Read what is new, unless that was just done."""
-        now = time.monotonic()
-        if now - self._read < EACH:
+        """Read what is new, unless that was just done; at the end of a run in any case."""
+        now, is_ended = time.monotonic(), self.end is not None
+        if now - self._read < EACH and self._end_is_read == is_ended:
             return
         if now - self._found >= (EACH if self.peak else FIND):
             folders = self.find()
@@ -48,7 +69,9 @@ class Board:
         self.version += 1
         for run in self.runs.values():
             run.refresh(self.version)
-        self._read = time.monotonic()
+        if self._messages_seen[0] != self._num_messages:
+            self._messages_seen = self._num_messages, self.version
+        self._read, self._end_is_read = time.monotonic(), is_ended
 
     def _kept(self, name: str, folder: Path) -> History | None:
         run = self.runs.get(name)
@@ -69,6 +92,11 @@ class Board:
             "now": time.time(),
             "differing": differing(self.runs.values()),
             "memory": {"now": private_nbytes(), "peak": self.peak()} if one and self.peak else None,
+            "doing": self.doing,
+            "end": self.end,
+            "messages": list(self.messages)
+            if self._messages_seen[1] > since or not since
+            else None,
             "runs": [self._changes(run, since) for run in self.runs.values()],
         }
 
@@ -79,8 +107,10 @@ class Board:
 
     def _changes(self, run: History, since: int) -> dict[str, Any]:
         found: dict[str, Any] = run.figures()
-        if self.peak is not None and run.end is None:
-            found["state"] = "running"
+        if self.peak is not None:
+            found["state"] = (
+                self.end[0] if self.end else "running" if run.end is None else "finishing"
+            )
         for name, series in (("train", run.train), ("valid", run.valid)):
             first, columns = series.since(since)
             found[name] = {"from": first, "width": series.width, "columns": columns}

@@ -5,8 +5,9 @@
 const at = (id) => document.getElementById(id);
 const COLORS = ["#2f7ed8", "#e4761b", "#17a37b", "#c9417f", "#8a63d2", "#b58900", "#0ea5b7", "#dc4c4c", "#6b8e23", "#8a6f5a"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
-const EACH = 2000; // milliseconds between two questions
-const MISSING = 5000; // the same where no answer came
+const WAIT = 2; // seconds for which an answer may wait for the end of the run
+const HIDDEN_WAIT = 20; // the same in a page that nobody sees
+const MISSING = 5; // seconds between two questions where no answer came
 const runs = new Map(); // by name, in the order of the data
 let seen = { session: "", version: 0 };
 let page = {}; // the last answer without its runs
@@ -83,7 +84,7 @@ function take(data) {
     runs.set(run.name, { ...known, ...run, curves: known.curves });
   }
   const { runs: _, ...rest } = data;
-  page = rest;
+  page = { ...rest, messages: data.messages ?? page.messages };
   one = page.live;
   seen = { session: data.session, version: data.version };
   return true;
@@ -217,7 +218,7 @@ class Chart {
     }
     const over = at("over").value;
     const marks = over === "seconds" ? timeTicks(f.first, f.last, f.width / 90) : ticks(f.first, f.last, Math.max(2, Math.floor(f.width / 80)));
-    for (const value of marks) {
+    for (const value of marks.filter((mark) => over === "seconds" || Number.isInteger(mark))) {
       const text = over === "seconds" ? clock(value) : tickText(value);
       const place = this.x(value) > f.right - 20 ? "end" : "middle";
       found.push(draw("text", { x: this.x(value), y: f.bottom + 16, "text-anchor": place }, text));
@@ -340,6 +341,7 @@ function drawCharts() {
   const shown = [...runs.values()].filter((run) => !run.hidden);
   const over = at("over").value;
   const single = runs.size === 1;
+  if (!runs.size) return Object.values(charts).forEach((chart) => chart.show([]));
   const curve = (run, part, column, more) => {
     const columns = run.curves[part];
     return { name: run.name, color: run.color, dash: run.dash, x: columns[over] ?? [], y: columns[column] ?? [], ...more };
@@ -358,10 +360,11 @@ function drawCharts() {
     chart("train", "Training loss", "half", loss, true).show(each("train", "loss"));
   }
   const share = (value) => (value == null ? "–" : `${(100 * value).toFixed(1)} %`);
+  chart("accuracy", "Validation accuracy", "", share).show(each("valid", "val_accuracy", { dots: true }));
   chart("speed", "Trained tokens per second", "", number).show(each("train", "tokens_per_second"));
+  if (!charts.rate) at("charts").append(at("memory")); // beside the speed
   chart("rate", "Learning rate", "", short).show(each("train", "lr"));
   chart("norm", "Norm of the gradients", "", short).show(each("train", "grad_norm"));
-  chart("accuracy", "Validation accuracy", "", share).show(each("valid", "val_accuracy", { dots: true }));
 }
 
 function figure(name, value, more = "") {
@@ -375,26 +378,30 @@ function drawHead() {
   document.title = page.title;
   const [run] = runs.values();
   const count = [...runs.values()].filter((one) => one.state === "running").length;
-  const words = { running: "running", done: "done", stopped: "stopped" };
-  at("state").className = "";
-  if (!runs.size) at("state").textContent = one ? "planning the run" : "no runs yet";
-  else if (runs.size === 1) at("state").textContent = words[run.state];
-  else at("state").textContent = `${runs.size} runs, ${count} running`;
-  at("progress").hidden = at("figures").hidden = runs.size !== 1;
+  const state = page.end?.[0] ?? (runs.size ? run.state : one ? "planning" : "none");
+  const words = { none: "no runs yet", planning: "planning …", finishing: "all steps are done, writing the result …", done: "finished" };
+  at("state").className = runs.size > 1 ? "" : state;
+  at("state").textContent = runs.size > 1 ? `${runs.size} runs, ${count} running` : (words[state] ?? state);
+  const first = state === "planning" || (state === "running" && !run.step) ? "Curves appear after the first step." : "";
+  at("more").textContent = page.end?.[1] || page.doing || first;
+  at("figures").hidden = runs.size !== 1;
+  at("progress").hidden = state !== "planning";
+  at("progress").removeAttribute("value"); // it moves without saying how far
   if (runs.size !== 1) return void (at("about").textContent = "");
   at("about").textContent = [run.about?.title, run.damaged ? `${run.damaged} damaged lines left out` : ""].filter(Boolean).join("; ");
-  at("progress").hidden = !run.steps;
+  at("progress").hidden = !run.steps || ["finished", "done"].includes(state);
   at("progress").value = run.steps ? run.step / run.steps : 0;
   document.title = run.steps && run.state === "running" ? `${Math.floor((100 * run.step) / run.steps)} % ${page.title}` : page.title;
   const of = run.steps ? `of ${number(run.steps)}` : "";
   const best = (value, step) => (value == null ? "" : `best ${loss(value)}, step ${number(step)}`);
+  const none = run.state === "running" ? "none yet" : "";
   const peak = page.memory?.peak ?? run.peak_bytes;
   at("figures").replaceChildren(
     ...[
       figure("step", number(run.step), of),
       figure("time", clock(run.seconds), run.state === "running" && run.left ? `${clock(run.left)} left` : ""),
       figure("loss", loss(run.loss), best(run.best_loss, run.best_step)),
-      figure("validation loss", loss(run.val_loss), best(run.best_val_loss, run.best_val_step)),
+      figure("validation loss", loss(run.val_loss), best(run.best_val_loss, run.best_val_step) || none),
       figure("learning rate", short(run.curves.train.lr?.at(-1))),
       figure("tokens/s", number(run.tokens_per_second), run.tokens == null ? "" : `${number(run.tokens)} tokens`),
       figure("memory", sizeText(peak || null), run.planned_bytes ? `peak; planned ${sizeText(run.planned_bytes)}` : ""),
@@ -454,13 +461,23 @@ function drawLegend() {
   at("legend").replaceChildren(...buttons);
 }
 
+function drawMessages() {
+  at("said").hidden = !page.messages?.length;
+  const key = (page.messages ?? []).join("\n");
+  if (drawMessages.key === key) return;
+  drawMessages.key = key;
+  at("messages").replaceChildren(...(page.messages ?? []).map((text) => make("pre", {}, text)));
+  at("messages").scrollTop = at("messages").scrollHeight; // the newest is the last
+}
+
 function drawRun() {
   const [run] = runs.values();
   const single = runs.size === 1;
   at("texts").hidden = !single || !run.samples.length;
   at("memory").hidden = !single || !(run.about?.rows?.length || run.planned_bytes);
   at("chosen").hidden = !single || !Object.keys(run.settings).length;
-  at("plan").hidden = !single || !seen.session || still != null;
+  const served = !page.end || at("plan").open; // the server goes with its run
+  at("plan").hidden = !single || !seen.session || still != null || !served;
   if (!single) return;
   const texts = run.samples.map(({ step, text }) => make("article", {}, make("small", {}, `step ${number(step)}`), make("pre", {}, text)));
   const last = `${run.samples.length} ${run.samples.at(-1)?.step}`;
@@ -472,7 +489,7 @@ function drawRun() {
   if (run.planned_bytes) rows.push(row("total", "planned", run.planned_bytes, ""));
   const peak = page.memory?.peak || run.peak_bytes;
   if (peak) rows.push(row("", "peak", peak, run.planned_bytes ? `${((100 * peak) / run.planned_bytes).toFixed(1)} % of what was planned` : ""));
-  if (page.memory) rows.push(row("", "now", page.memory.now, "private memory of the process"));
+  if (page.memory && !page.end) rows.push(row("", "now", page.memory.now, "private memory of the process"));
   if (run.about?.budget_bytes) rows.push(row("", "budget", run.about.budget_bytes, "--memory"));
   at("bytes").replaceChildren(make("tbody", {}, ...rows));
   const settings = Object.entries(run.settings).filter(([, value]) => value !== "");
@@ -501,6 +518,7 @@ function show() {
   drawLegend();
   drawCharts();
   drawRun();
+  drawMessages();
 }
 
 for (const id of ["over", "smooth", "log"]) at(id).addEventListener("change", drawCharts);
@@ -510,28 +528,46 @@ for (const id of ["over", "smooth", "log"]) at(id).addEventListener("change", dr
 const text = at("data").textContent;
 const still = text ? JSON.parse(text) : null;
 
+let asking = new AbortController();
+let answered = null; // when the last answer came
+const SEEN = "the page is seen again";
+
+/** No answer came. After the end of a run none is expected; a run that is resumed at this address is shown again. */
 function lost() {
-  const ended = runs.size === 1 && one ? "the run has ended, or the connection has" : "not connected";
-  at("state").textContent = ended;
+  if (page.end) return;
+  const from = answered ? ` What you see is from ${answered.toLocaleTimeString()}.` : "";
+  at("state").textContent = "connection lost";
   at("state").className = "lost";
+  at("more").textContent = `The process gives no answer: it was killed, or cannot be reached; asking again every ${MISSING} s.${from}`;
 }
 
+/** Ask for what is new, again and again. The server answers at once when the run ends. */
 async function ask() {
-  let wait = EACH;
-  if (!document.hidden) {
+  for (let at_once = true; ; ) {
+    const wait = at_once || page.end ? 0 : document.hidden ? HIDDEN_WAIT : WAIT;
+    at_once = false;
+    asking = new AbortController();
+    const late = setTimeout(() => asking.abort(), 1000 * (wait + 10));
     try {
-      const asked = `data?since=${seen.version}&session=${seen.session}`;
-      const answer = await fetch(asked, { signal: AbortSignal.timeout(10000) });
+      const answer = await fetch(`data?since=${seen.version}&session=${seen.session}&wait=${wait}`, { signal: asking.signal });
       if (!answer.ok) throw new Error(String(answer.status));
-      if (take(await answer.json())) show();
+      const whole = take(await answer.json());
+      answered = new Date();
+      if (whole) show();
       else seen = { session: "", version: 0 };
+      if (!page.end) continue;
     } catch {
+      at_once = true;
+      if (asking.signal.reason === SEEN) continue;
       lost();
-      wait = MISSING;
+    } finally {
+      clearTimeout(late);
     }
+    await new Promise((done) => setTimeout(done, 1000 * MISSING));
   }
-  setTimeout(ask, wait);
 }
+
+document.addEventListener("visibilitychange", () => document.hidden || asking.abort(SEEN));
 
 if (still) {
   take(still);

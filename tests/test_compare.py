@@ -24,7 +24,9 @@ from packtrain.tasks.compare import (
     final_answer,
 )
 from packtrain.training.measure import Mean
+from packtrain.watch.page import live_page
 from tests.architectures import random_model
+from tests.browser import chromium
 from tests.kill import words
 
 
@@ -113,6 +115,35 @@ def test_the_page_shows_what_models_write_as_text() -> None:
     found = Compared([Question([{"role": "user", "content": bad}], bad)], [one, one], True)
     text = page(Compare((Path("a"), Path("b")), Path(bad)), found)
     assert "<script" not in text and text.count("&lt;script&gt;") >= 6
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width, is_wide", [(1120, True), (390, False)])
+def test_answers_stand_side_by_side_and_on_a_phone_below_each_other(
+    width: int, is_wide: bool, scheme: str
+) -> None:
+    long = "word " * 60 + "x" * 300
+    subjects = [
+        Subject(f"models/{name}.gguf", Mean(1.0, 0.1), [long, ""], [True, False], 0, 0, None)
+        for name in ("base", "tuned")
+    ]
+    questions = [Question([{"role": "user", "content": long}], long)] * 2
+    text = page(Compare((Path("a"), Path("b")), Path("c")), Compared(questions, subjects, True))
+    with chromium() as browser:
+        opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        opened.set_content(text)
+        data, base, tuned = (
+            part.bounding_box() for part in opened.locator(".answers").first.locator("> div").all()
+        )
+        assert (base["y"] == tuned["y"] == data["y"]) == is_wide
+        assert (base["x"] == tuned["x"]) != is_wide and abs(base["width"] - tuned["width"]) < 1
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width
+        heads = opened.locator("article h3").all_inner_texts()
+        assert heads[1:4] == ["the answer in the data", "base.gguf · right", "tuned.gguf · right"]
+        (shades,) = re.findall(r"--page: (#\w+)", live_page()[0])[scheme == "dark" :][:1]
+        rgb = ", ".join(str(int(shades[k : k + 2], 16)) for k in (1, 3, 5))
+        assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == f"rgb({rgb})"
 
 
 @pytest.mark.parametrize(

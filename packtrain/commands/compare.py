@@ -1,25 +1,16 @@
 """packtrain compare: models side by side on conversations: losses, right answers, wins, examples; as a page, too."""
 
 from collections.abc import Callable, Iterator
-from html import escape
 
 from packtrain.commands import DONE, say
+from packtrain.commands.compare_page import comparison_page
 from packtrain.commands.shown import Shown
 from packtrain.errors import printable
 from packtrain.files import check_writable, write_text
 from packtrain.tasks.compare import Compare, Compared, Subject, compare
 from packtrain.training.measure import Mean
-from packtrain.words import plural
 
 WIDE = 76  # characters of a printed answer's line
-STYLE = """
-:root { color-scheme: light dark; font: 15px/1.45 system-ui, sans-serif }
-body { margin: 2rem auto; max-width: 90rem; padding: 0 1rem }
-table { border-collapse: collapse; width: 100%; margin: 1rem 0 2rem }
-th, td { text-align: left; vertical-align: top; padding: .4rem .7rem; border-bottom: 1px solid #8886 }
-td { white-space: pre-wrap; overflow-wrap: anywhere }
-.right { border-left: 3px solid #2a9d5c } .wrong { border-left: 3px solid #c8553d }
-"""
 
 
 def run(settings: Compare) -> int:
@@ -91,26 +82,5 @@ def _short(text: str) -> str:
 def page(settings: Compare, found: Compared) -> str:
     """All of it as HTML that loads nothing."""
     shown = columns(settings, found)
-    head = "".join(f"<th>{escape(name)}</th>" for name in shown)
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(make(one))}</td>' for make in shown.values())}</tr>"
-        for one in found.subjects
-    )
-    names = "".join(f"<th>{escape(one.name)}</th>" for one in found.subjects)
-    answers = "".join(_row(found, number) for number in range(len(found.questions)))
-    count = plural(len(found.questions), "conversation")
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Models compared</title><style>{STYLE}</style>'
-        f"<h1>Models compared</h1><p>{count} of {escape(str(settings.data))}</p>"
-        f"<table><tr>{head}</tr>{rows}</table>"
-        f"<table><tr><th>prompt</th><th>data</th>{names}</tr>{answers}</table></html>\n"
-    )
-
-
-def _row(found: Compared, number: int) -> str:
-    question = found.questions[number]
-    cells = "".join(
-        f'<td class="{"right" if one.right[number] else "wrong"}">{escape(one.answers[number])}</td>'
-        for one in found.subjects
-    )
-    return f"<tr><td>{escape(question.text)}</td><td>{escape(question.answer)}</td>{cells}</tr>"
+    rows = [{name: cell(one) for name, cell in shown.items()} for one in found.subjects]
+    return comparison_page(settings.data, rows, found)

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import cache
+from html import escape
 from importlib import resources
 from typing import Any
 
@@ -23,6 +24,19 @@ def still_page(data: Mapping[str, Any]) -> str:
     """The text of a page that shows this data, see Board.data."""
     text, _ = _page(_inert(json.dumps(data, separators=(",", ":"), allow_nan=False)), "")
     return text
+
+
+def scriptless_page(title: str, body: str, style: str) -> str:
+    """The text of another page with the same colours and shapes; `style` is added to them."""
+    style = f"{_asset('page.css')}{style}"
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
 
 
 def _page(data: str, more: str) -> tuple[str, str]:

@@ -8,32 +8,6 @@ from packtrain.tasks.compare import Compared
 from packtrain.watch.page import scriptless_page
 from packtrain.words import plural
 
-STYLE = """
-article {
-  background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 16px; margin-top: 16px;
-}
-h3 { margin: 0 0 2px; font-size: 12px; font-weight: 600; color: var(--ink); overflow-wrap: anywhere; }
-pre { color: var(--strong); }
-pre:empty::before { content: "nothing was written"; font-style: italic; color: var(--ink); }
-.question { font-weight: 600; margin-bottom: 10px; }
-.answers { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr); gap: 16px; }
-.answers > div { border-left: 3px solid var(--line); padding-left: 10px; }
-.answers > .right { border-color: var(--good); }
-.answers > .wrong { border-color: var(--bad); }
-.right b { color: var(--good); }
-.wrong b { color: var(--bad); }
-@media (max-width: 760px) {
-  .answers { grid-auto-flow: row; gap: 12px; }
-  article { padding: 10px; margin-top: 10px; }
-  tr:first-child { display: none; }
-  td { display: flex; gap: 12px; justify-content: space-between; border: 0; padding-right: 0; }
-  td:empty { display: none; }
-  td::before { content: attr(data-name); }
-  td:first-child { color: var(--strong); font-weight: 600; }
-  td:first-child::before { content: none; }
-}
-"""
-
 
 def comparison_page(data: Path, rows: Sequence[Mapping[str, str]], found: Compared) -> str:
     """The HTML; `rows` are the measures of each model by their headings."""
@@ -52,7 +26,7 @@ def comparison_page(data: Path, rows: Sequence[Mapping[str, str]], found: Compar
         "Models compared",
         f"<h1>Models compared</h1>\n<p>{escape(about)}</p>\n"
         f'<section><div class="scroll"><table><tr>{head}</tr>{table}</table></div></section>\n{articles}',
-        STYLE,
+        "answers.css",
     )
 
 

@@ -26,9 +26,9 @@ def still_page(data: Mapping[str, Any]) -> str:
     return text
 
 
-def scriptless_page(title: str, body: str, style: str) -> str:
-    """The text of another page with the same colours and shapes; `style` is added to them."""
-    style = f"{_asset('page.css')}{style}"
+def scriptless_page(title: str, body: str, more_style: str) -> str:
+    """The text of another page with the same colours and shapes; the style of another file is added to them."""
+    style = _asset("page.css") + _asset(more_style)
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -373,15 +373,16 @@ function figure(name, value, more = "") {
   return [make("dt", {}, name), found];
 }
 
+const STATES = { none: "no runs yet", planning: "planning …", finishing: "all steps are done, writing the result …", done: "finished" };
+
 function drawHead() {
   at("title").textContent = page.title;
   document.title = page.title;
   const [run] = runs.values();
   const count = [...runs.values()].filter((one) => one.state === "running").length;
   const state = page.end?.[0] ?? (runs.size ? run.state : one ? "planning" : "none");
-  const words = { none: "no runs yet", planning: "planning …", finishing: "all steps are done, writing the result …", done: "finished" };
   at("state").className = runs.size > 1 ? "" : state;
-  at("state").textContent = runs.size > 1 ? `${runs.size} runs, ${count} running` : (words[state] ?? state);
+  at("state").textContent = runs.size > 1 ? `${runs.size} runs, ${count} running` : (STATES[state] ?? state);
   const first = state === "planning" || (state === "running" && !run.step) ? "Curves appear after the first step." : "";
   at("more").textContent = page.end?.[1] || page.doing || first;
   at("figures").hidden = runs.size !== 1;
@@ -429,7 +430,7 @@ function drawTable() {
   for (const name of page.differing) head.append(make("th", {}, name));
   const least = (key) => Math.min(...[...runs.values()].map((run) => run[key] ?? Infinity));
   const rows = [...runs.values()].map((run) => {
-    const row = make("tr", {}, make("td", { class: "name" }, swatch(run.color), run.name), make("td", {}, run.state));
+    const row = make("tr", {}, make("td", { class: "name" }, swatch(run.color), run.name), make("td", {}, STATES[run.state] ?? run.state));
     for (const [, text, key] of COLUMNS) {
       const best = key && runs.size > 1 && run[key] != null && run[key] === least(key);
       row.append(make("td", { class: best ? "number best" : "number" }, text(run)));

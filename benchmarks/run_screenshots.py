@@ -44,11 +44,11 @@ def take(opened: dict[str, Any], stem: str) -> None:
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 
-def tune(browser: Any, base: Path, folder: Path, more: list[str]) -> None:
+def tune(browser: Any, base: str, folder: Path, more: list[str]) -> None:
     """The pictures of a run that has ended."""
-    flags = ["--data", str(folder / "train.jsonl"), "-o", str(folder / "support.gguf"), *more]
-    command = [*COMMAND, "finetune", str(base), *flags, "--memory", "1GiB", "--watch", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+    flags = ["--data", "train.jsonl", "-o", "support.gguf", "--memory", "1GiB", *more]
+    command = [*COMMAND, "finetune", base, *flags, "--watch", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder) as run:
         assert run.stderr is not None
         said = next(line for line in run.stderr if "watch the run" in line)
         threading.Thread(target=run.stderr.read).start()
@@ -66,20 +66,20 @@ def write(path: Path, rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
-    base, more = parser.parse_known_args()[0].base, parser.parse_known_args()[1]
-    base = base.absolute()
-    rows = support(92)
+    given, more = parser.parse_known_args()  # more: flags of finetune
+    rows, base = support(92), given.base.name
     with tempfile.TemporaryDirectory() as name, chromium() as browser:
         folder = Path(name)
+        (folder / base).symlink_to(given.base.absolute())
         write(folder / "train.jsonl", rows[:82])
         write(folder / "test.jsonl", rows[82:])
         tune(browser, base, folder, more)
-        data = ["--data", str(folder / "test.jsonl"), "-n", "48", "--html", "compare.html"]
-        models = [str(base), "support.gguf"]
-        subprocess.run([*COMMAND, "compare", *models, *data], check=True, cwd=folder)
+        data = ["--data", "test.jsonl", "--pattern", r"\[LM-\d{4}\]", "-n", "48"]
+        compare = [*COMMAND, "compare", base, "support.gguf", *data, "--html", "compare.html"]
+        subprocess.run(compare, check=True, cwd=folder)
         take(pages(browser, (folder / "compare.html").as_uri()), "compare")
         flags = ["--data", "train.jsonl", "--memory", "1GiB", "--html", "plan.html", *more]
-        subprocess.run([*COMMAND, "plan", "finetune", str(base), *flags], check=True, cwd=folder)
+        subprocess.run([*COMMAND, "plan", "finetune", base, *flags], check=True, cwd=folder)
         take(pages(browser, (folder / "plan.html").as_uri()), "plan")
 
 

@@ -340,7 +340,8 @@ def _report(done: Trained) -> Iterator[str]:
             else ""
         )
     if job.valid is not None:
-        yield outcome(progress, bool(job.settings.patience))
+        several = 0 < job.steps_per_eval < progress.step
+        yield outcome(progress, bool(job.settings.patience), several)
     right, ends = done.ends
     if right < MOST_END * ends:
         yield (
@@ -350,8 +351,12 @@ def _report(done: Trained) -> Iterator[str]:
     yield f"the run is in {done.folder}, its curve in {done.folder / 'loss.svg'}"
 
 
-def outcome(progress: Progress, best: bool) -> str:
-    """Which step the result comes from, with validation losses; `best`: the best step, not the last."""
+def outcome(progress: Progress, best: bool, several: bool = True) -> str:
+    """Which step the result comes from, with validation losses.
+
+    best     the result is the step with the lowest validation loss, not the last
+    several  the run validated more than once
+    """
     last, lowest = f"step {progress.step:,}", f"step {progress.best_step:,}"
     if not math.isfinite(progress.best):
         return f"the result is {last}, the last; no validation loss was finite"
@@ -359,7 +364,8 @@ def outcome(progress: Progress, best: bool) -> str:
         of = "the step with the lowest validation loss" if best else f"{last}, the last"
         return f"the result is {of}; lowest validation loss {progress.best:.4f}"
     if progress.best == progress.last:
-        return f"the result is {last}, the last and best: validation loss {progress.best:.4f}"
+        rank = "the last and best" if several else "the last"
+        return f"the result is {last}, {rank}: validation loss {progress.best:.4f}"
     if best:
         return (
             f"the result is {lowest}, the best: validation loss {progress.best:.4f}"
@@ -367,5 +373,5 @@ def outcome(progress: Progress, best: bool) -> str:
         )
     return (
         f"the result is {last}, the last: validation loss {progress.last:.4f}"
-        f" (the best, {lowest}: {progress.best:.4f}; --patience keeps the best)"
+        f" (the lowest, {lowest}: {progress.best:.4f}; --patience would keep that one)"
     )

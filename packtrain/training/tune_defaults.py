@@ -103,8 +103,9 @@ def updates_of(settings: TuneSettings, rows: int, epochs: float) -> int:
 def prospect(examples: int, updates: int, rows: int, settings: TuneSettings) -> str:
     """What a run of so many updates can teach: `82 examples, 51 updates …: enough for a style, not for facts`."""
     passes = updates * settings.batch_size * settings.grad_accumulation_steps / rows
+    epochs = "1 epoch" if f"{passes:.2g}" == "1" else f"{passes:.2g} epochs"
     head = (
-        f"{plural(examples, 'example')}, {plural(updates, 'update')} ({passes:.2g} epochs, learning rate"
+        f"{plural(examples, 'example')}, {plural(updates, 'update')} ({epochs}, learning rate"
         f" {settings.learning_rate:.1e}): "
     )
     if updates < MIN_UPDATES:
@@ -116,4 +117,4 @@ def prospect(examples: int, updates: int, rows: int, settings: TuneSettings) -> 
         return f"{head}enough for a tone; 50 to 100 examples make a style"
     if examples < 500:
         return f"{head}enough for a style, not for facts"
-    return f"{head}enough for a style or a task; facts belong into the prompt"
+    return f"{head}enough for a style or a task; facts belong in the prompt"

@@ -51,6 +51,10 @@ class Events:
     def message(self, text: str) -> None:
         """A message for the user: what was chosen, a warning, what happens now."""
 
+    def notice(self, text: str) -> None:
+        """A message that nobody may miss: the task was stopped, and this is how it goes on."""
+        self.message(text)
+
     def text(self, piece: str) -> None:
         """A piece of generated text, as soon as it is known."""
 

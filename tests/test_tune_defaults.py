@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from packtrain.training.job import usual_steps_per_eval
+from packtrain.training.schedule import usual_steps_per_eval
 from packtrain.training.tune_defaults import (
     GOOD_UPDATES,
     MIN_UPDATES,
@@ -39,12 +39,12 @@ def test_the_scale_does_not_depend_on_the_rank(rank):
 @pytest.mark.parametrize(
     ("examples", "rows", "batch_size", "epochs"),
     [
-        (82, 17, 1, 3),  # a style
-        (82, 82, 4, 3),  # a row each
-        (300, 63, 4, 3),
+        (82, 17, 1, 4),  # a style
+        (82, 82, 2, 3),  # a row each
+        (300, 63, 1, 3),
         (1_000, 210, 4, 2),
         (9_000, 4_000, 4, 1),
-        (20, 5, 1, 8),
+        (20, 8, 1, 8),
         (3, 1, 1, 8),
     ],
 )
@@ -84,7 +84,7 @@ def test_the_prospect_says_what_the_data_can_teach(examples, updates, end):
 def test_too_few_updates_are_named_with_what_would_do():
     settings = completed(replace(SETTINGS, epochs=1.0), 640, 82, 17)
     said = prospect(78, 17, 17, settings)
-    assert "78 examples, 17 updates (1 epoch, learning rate 8.0e-04)" in said
+    assert "78 examples, 17 updates (1 epoch, learning rate 8.8e-04)" in said
     assert "too few" in said and "--epochs 2" in said
     assert updates_of(settings, 17, 2) >= MIN_UPDATES
 

@@ -92,13 +92,17 @@ class Subject:
         return sum(len(answer.split()) for answer in self.answers) / len(self.answers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Compared:
     """same  whether all models tokenize the data alike, so that losses can be compared"""
 
     questions: list[Question]
     subjects: list[Subject]
     same: bool
+
+    def __repr__(self) -> str:
+        said = (f"{Path(s.name).name} {sum(s.right)} right" for s in self.subjects)
+        return f"Compared({plural(len(self.questions), 'question')}: {', '.join(said)})"
 
 
 def compare(settings: Compare, events: Events) -> Compared:

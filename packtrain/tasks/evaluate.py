@@ -115,7 +115,7 @@ class Prepared:
         return self.batches.skipped if isinstance(self.batches, Windows) else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Measured:
     """Losses of models on the same data.
 
@@ -131,6 +131,10 @@ class Measured:
     def loss(self, name: str | None = None) -> Mean:
         """Mean and standard error of a model, by default the first; `loss().exponential` is the perplexity."""
         return Mean.of(self.losses[name or next(iter(self.losses))])
+
+    def __repr__(self) -> str:
+        said = (f"{Path(name).name} {self.loss(name)}" for name in self.losses)
+        return f"Measured({self.method}: {', '.join(said)})"
 
 
 def evaluate(settings: Evaluate, events: Events) -> Measured:

@@ -15,7 +15,8 @@ from packtrain.models.file import ModelFile
 from packtrain.ranks import here, rank
 from packtrain.tasks.merged import End, note, space
 from packtrain.tasks.ready import Ready, ready
-from packtrain.tasks.run import Trained, carry_out
+from packtrain.tasks.run import carry_out
+from packtrain.tasks.trained import Trained
 from packtrain.training.fit import Fit
 from packtrain.training.job import Batch
 from packtrain.training.probe import probe

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from packtrain.sampling import Sampling
 from packtrain.settings import to_yaml
 from packtrain.tasks.alike import check_alike
 from packtrain.tasks.ready import Prepare, Ready, facts
+from packtrain.tasks.trained import Trained
 from packtrain.tasks.watched import Show, watched
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.compatible import check_compatible
@@ -39,43 +40,12 @@ from packtrain.training.settings import RunSettings
 from packtrain.training.space import check_space, resumable
 from packtrain.training.state import Progress, previous
 from packtrain.training.teacher import teach
-from packtrain.watch import METRICS, Watch
-from packtrain.watch.metrics import read
+from packtrain.watch import Watch
 from packtrain.watch.progress import clock
 from packtrain.words import plural
 
 SAMPLE_TOKENS = 64
 MOST_END = 0.5  # share of answers that a model must end where they end, or it is reported
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The result of a run.
-
-    output         the model, a GGUF file; not written yet if `stopped`
-    folder         checkpoints, metrics.jsonl, loss.svg, plan.html
-    plan           the plan; compare `plan.planned_nbytes` with the measured `peak_nbytes`
-    progress       steps, tokens, seconds, validation losses
-    stopped        whether it was asked to stop; the same call with resume=True continues
-    """
-
-    output: Path
-    folder: Path
-    plan: Ready
-    progress: Progress
-    peak_nbytes: int
-    stopped: bool
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """Of the result's validation on conversations: in how many answers the token that ends them was the likeliest,
-        and in how many not cut off; (0, 0) if unknown, as with mask_prompt=False."""
-        return self.progress.ends
-
-    @property
-    def losses(self) -> list[float]:
-        """The loss of every step, in nats per token."""
-        return [r["loss"] for r in read(self.folder / METRICS) if "loss" in r]
 
 
 def carry_out(
@@ -113,6 +83,8 @@ def _joined(
     with watched(settings, events.message) as show:
         prepared = prepare(settings, events.message)
         check_alike(prepared)
+        if settings.resume and prepared.found is None:
+            events.notice(f"{settings.folder} has no checkpoint yet: starting at step 1")
         _begin(prepared, events)
         return _carry_out(
             settings,
@@ -147,7 +119,7 @@ def _carry_out(
         try:
             after(prepared, result.progress, events)
         except (KeyboardInterrupt, Interrupted):
-            events.message(f"stopped after the last step, which is saved; finish with: {resume}")
+            events.notice(f"stopped after the last step, which is saved; finish with: {resume}")
             return replace(result, stopped=True)
     return result
 
@@ -201,7 +173,7 @@ def _train(
             settle()  # drawing a large plan and filling the weights took megabytes
             fit.go(watch, stopped)
         except Interrupted as error:
-            events.message(f"{error}; continue with: {prepared.resume}")
+            events.notice(f"{error}; continue with: {prepared.resume}")
             return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, True)
         if writes:
             fit.finish()
@@ -215,7 +187,7 @@ def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[],
     try:
         teach(prepared.job, folder, prepared.budget, events, stopped)
     except Interrupted as error:
-        events.message(f"{error}; continue with: {prepared.resume}")
+        events.notice(f"{error}; continue with: {prepared.resume}")
         return False
     return True
 

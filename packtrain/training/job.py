@@ -22,10 +22,10 @@ from packtrain.models.file import save_model
 from packtrain.optim import OPTIMIZERS, Optimizer, Share
 from packtrain.ranks import check_device, here
 from packtrain.run import Session
-from packtrain.settings import flag, unescaped
+from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.batches import Batches
-from packtrain.training.schedule import Schedule
+from packtrain.training.schedule import Schedule, usual_steps_per_eval
 from packtrain.training.settings import FREE, RunSettings, TrainSettings
 from packtrain.words import plural
 
@@ -364,11 +364,6 @@ def _text(settings: TrainSettings) -> Text:
     return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept)
 
 
-def usual_steps_per_eval(steps: int) -> int:
-    """About eight validations in a run, but none after less than 5 steps, and one at least every 200."""
-    return min(max(-(-steps // 8), 5), 200)
-
-
 def check_split(val_split: float) -> None:
     if 0 < val_split < LEAST_SPLIT:
         raise InputError(f"--val-split {val_split}: it must be 0 or at least {LEAST_SPLIT}")
@@ -382,11 +377,6 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
     if OPTIMIZERS[settings.optimizer].first_length is not None:
         return Schedule("constant", rate, rate, 0, steps)
     least = (0 if kind == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
-    for name, value in (("lr_min", least), ("warmup_lr", settings.warmup_lr)):
-        if value > rate:
-            raise InputError(
-                f"{flag(name)} {value:g} is more than the peak, --lr {rate:g}; it must be less"
-            )
     return Schedule(
         kind,
         rate,

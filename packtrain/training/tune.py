@@ -204,9 +204,8 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, data = _batches(settings, model, config, say)
     settings = completed(settings, config.embedding_length, len(data.train), train.windows)
-    for part in (train, valid):
-        if part is not None:
-            part.rows = settings.batch_size
+    for part in filter(None, (train, valid)):
+        part.rows = settings.batch_size
     schedule = schedule_of(settings, len(train))
     say(prospect(len(data.train), schedule.steps, train.windows, settings))
     how, evaluates = settings.preference, valid is not None

@@ -144,19 +144,19 @@ class TuneSettings(RunSettings):
     pack: bool = DATA(True, "pack several samples into one sequence")
 
     batch_size: int = TRAINING(
-        0, "rows per micro-batch; 0: the most of 1, 2 and 4 that make 40 steps of the data", least=0
+        0, "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 100 steps", least=0
     )
     epochs: float | None = TRAINING(
         None,
         "passes over the training data, in place of --iters (default: 3 up to 500 examples, 2 up to 2000, else 1; up"
-        " to 8 where they make less than 40 steps)",
+        " to 8 where they make less than 60 steps)",
         least=0.001,
         most=1e6,
     )
     val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
     lr: float | None = TRAINING(
         None,
-        "peak learning rate (default: 2e-4 at a width of 4096, 8e-4 at 640; a tenth with --full, and for pairs; 1 with"
+        "peak learning rate (default: 2e-4 at a width of 4096, 8.8e-4 at 640; a tenth with --full, and for pairs; 1 with"
         " lbfgs)",
         flags="--learning-rate -lr",
         least=0,

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Self, TextIO
@@ -18,16 +18,20 @@ import numpy as np
 
 ALIKE = 0.05  # share of positions not trained on, below which one speed is shown
 PLAIN_SECONDS = 10.0  # between progress lines where they cannot be redrawn
+MakeBar = Callable[[int], Any]  # the number of steps -> a bar
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, the least important last
 
 
 class ProgressLine:
     """Progress of a run of `steps` steps. Losses and speeds are means over the last `report_every` steps."""
 
-    def __init__(self, stream: TextIO, steps: int, planned_nbytes: int, report_every: int) -> None:
+    def __init__(
+        self, stream: TextIO, steps: int, planned_nbytes: int, report_every: int, bar: Any = None
+    ) -> None:
+        """bar: what draws the line, a `watch.bar.Bar` or a notebook's; by default one for a terminal."""
         self.stream, self.steps, self.report_every = stream, steps, report_every
         self.planned_nbytes = planned_nbytes
-        self.bar = bar_module().Bar(stream, steps) if redraws(stream) else None
+        self.bar = bar or (bar_module().Bar(stream, steps) if redraws(stream) else None)
         self.recent: deque[Mapping[str, Any]] = deque(maxlen=report_every)
         self.began: tuple[int, float] | None = None  # the first step shown, and when it ended
         self.val = ""
@@ -114,16 +118,18 @@ def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
 class Work:
     """A progress line of other work: redrawn on a terminal, printed every PLAIN_SECONDS elsewhere."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, make_bar: MakeBar | None = None) -> None:
         self.stream = stream
+        self.redraws = make_bar is not None or redraws(stream)
+        self.make_bar = make_bar or (lambda total: bar_module().Bar(stream, total))
         self.bar: Any = None
         self.due = time.monotonic() + PLAIN_SECONDS
 
     def tell(self, done: int, total: int, *parts: str) -> None:
         now = time.monotonic()
         with suppress(OSError):  # the work outlives the terminal
-            if redraws(self.stream):
-                self.bar = self.bar or bar_module().Bar(self.stream, total)
+            if self.redraws:
+                self.bar = self.bar or self.make_bar(total)
                 if done == total or now >= self.bar.due:
                     self.bar.draw(done, parts)
             elif now >= self.due:

@@ -11,26 +11,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from packtrain.kernels import simd
+from packtrain.kernels import panels, simd
 from packtrain.kernels.call import kernel
-from packtrain.kernels.panels import (
-    AMX,
-    HALVES,
-    beyond,
-    emit_pair,
-    emit_prefetch,
-    emit_turned,
-    vector_at,
-)
-from packtrain.kernels.simd import (
-    I64,
-    LANES,
-    VECTOR,
-    address,
-    load_part,
-    scratch,
-    store_part,
-)
+from packtrain.kernels.panels import AMX, HALVES, beyond, emit_pair, emit_prefetch, vector_at
+from packtrain.kernels.simd import I64, LANES, VECTOR, address, load_part, scratch, store_part
 
 STEPS = 2 * LANES  # of k in a tile
 TILE = LANES * LANES  # f32 of a tile
@@ -159,7 +143,7 @@ def emit_pack(builder, along, turn, source, ld, target, count, ends):
             if not turn:
                 store(number, r, row)
     for number, tile in enumerate(tiles if turn else ()):
-        for r, row in enumerate(emit_turned(builder, tile, 4)):
+        for r, row in enumerate(panels.emit_turned(builder, tile, 4)):
             store(number, r, row)
 
 

@@ -12,20 +12,8 @@ from numba import types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
-from packtrain.kernels import runtime
-from packtrain.kernels.simd import (
-    BITS,
-    F32,
-    I32,
-    I64,
-    LANES,
-    MASK,
-    VECTOR,
-    call,
-    f32x16,
-    fold,
-    spread,
-)
+from packtrain.kernels import runtime, simd
+from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, MASK, VECTOR, f32x16
 
 llvmlite.binding.initialize_native_asmparser()
 AVX512, AVX2, F16C = (runtime.has(name) for name in ("avx512f", "avx2", "f16c"))
@@ -51,7 +39,7 @@ class BitsModel(models.PrimitiveModel):
 
 @lower_cast(types.Integer, Bits)
 def integer_to_bits(context, builder, fromty, toty, value):
-    return spread(builder, context.cast(builder, value, fromty, types.int32), BITS)
+    return simd.spread(builder, context.cast(builder, value, fromty, types.int32), BITS)
 
 
 def binary_operator(symbol, instruction):
@@ -130,7 +118,7 @@ put_half = writing(types.float32, lambda builder, v: builder.fptrunc(v, HALF))
 
 def emit_pick(builder, values, numbers):
     if AVX512:  # one permutation, which LLVM finds in the other form only at times
-        return call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, numbers)
+        return simd.call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, numbers)
     if AVX2:
         return emit_pick_by_eight(builder, values, numbers)
     picked = ir.Constant(VECTOR, ir.Undefined)
@@ -151,7 +139,7 @@ def emit_pick_by_eight(builder, values, numbers):
     made = []
     for index in (half(numbers, 0), half(numbers, 8)):
         low, high = (
-            call(builder, "llvm.x86.avx2.permps", eight, half(values, first), index)
+            simd.call(builder, "llvm.x86.avx2.permps", eight, half(values, first), index)
             for first in (0, 8)
         )
         fourth = builder.and_(index, ir.Constant(places, [8] * 8))
@@ -183,7 +171,7 @@ def low_bits(count):
         code = each
         if not AVX512:
             code = builder.sitofp(builder.and_(b, ir.Constant(BITS, [most] * LANES)), VECTOR)
-        values = call(builder, "llvm.fma.v16f32", VECTOR, code, d, m)
+        values = simd.call(builder, "llvm.fma.v16f32", VECTOR, code, d, m)
         return emit_pick(builder, values, b) if AVX512 else values
 
     return intrinsic(lambda typingctx, b, d, m: (f32x16(i32x16, f32x16, f32x16), codegen))
@@ -280,7 +268,7 @@ def add_squares(typingctx, sums, v):
 
     def codegen(context, builder, sig, args):
         wide = builder.fpext(args[1], WIDE)
-        return call(builder, "llvm.fma.v16f64", WIDE, wide, wide, args[0])
+        return simd.call(builder, "llvm.fma.v16f64", WIDE, wide, wide, args[0])
 
     return f64x16(f64x16, f32x16), codegen
 
@@ -288,6 +276,6 @@ def add_squares(typingctx, sums, v):
 @intrinsic
 def total_of(typingctx, sums):
     def codegen(context, builder, sig, args):
-        return fold(builder, args[0], lambda builder, a, b: builder.fadd(a, b))
+        return simd.fold(builder, args[0], lambda builder, a, b: builder.fadd(a, b))
 
     return types.float64(f64x16), codegen

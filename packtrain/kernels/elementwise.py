@@ -4,36 +4,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part, spans
 from packtrain.kernels.counter import FIRST, GOLDEN, SECOND
-from packtrain.kernels.simd import (
-    BITS,
-    F32,
-    I64,
-    LANES,
-    VECTOR,
-    absolute,
-    cos,
-    exp,
-    f32x16,
-    fma,
-    in1,
-    in2,
-    load_part,
-    log,
-    maximum,
-    neg,
-    out1,
-    out2,
-    select_less,
-    sigmoid,
-    sin,
-    splat,
-    spread,
-    sqrt,
-    store_part,
-    tanh,
-)
+from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, f32x16, fma, in1, load_part, out1
 
 i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 15  # below this many elements a parallel region does not pay
@@ -52,57 +26,57 @@ ADD, SUB, MUL, DIV = BINARY.values()
 @part(f32x16(f32x16))
 def erf(x):
     """Off by less than 5e-7. Abramowitz and Stegun 7.1.26."""
-    t = 1.0 / (1.0 + 0.3275911 * absolute(x))
+    t = 1.0 / (1.0 + 0.3275911 * simd.absolute(x))
     p = fma(fma(t, 1.061405429, -1.453152027), t, 1.421413741)
     p = fma(fma(p, t, -0.284496736), t, 0.254829592) * t
-    y = 1.0 - p * exp(neg(x * x))
-    return select_less(x, 0.0, neg(y), y)
+    y = 1.0 - p * simd.exp(simd.neg(x * x))
+    return simd.select_less(x, 0.0, simd.neg(y), y)
 
 
 @part(f32x16(i64, f32x16), forceinline=False)
 def rare(code, x):
     if code == SIN:
-        return sin(x)
+        return simd.sin(x)
     if code == COS:
-        return cos(x)
+        return simd.cos(x)
     if code == LOG:
-        return log(x)
+        return simd.log(x)
     if code == ELU:
-        return select_less(0.0, x, x, exp(x) - 1.0)
+        return simd.select_less(0.0, x, x, simd.exp(x) - 1.0)
     if code == SOFTPLUS:
-        return maximum(x, 0.0) + log(1.0 + exp(neg(absolute(x))))
+        return simd.maximum(x, 0.0) + simd.log(1.0 + simd.exp(simd.neg(simd.absolute(x))))
     if code == ERF:
         return erf(x)
-    return tanh(x)
+    return simd.tanh(x)
 
 
 @part(f32x16(i64, f32x16))
 def one(code, x):
     """The function of that code; gelu is the tanh form, (1 + tanh(u)) / 2 = sigmoid(2 u)."""
     if code == NEG:
-        return neg(x)
+        return simd.neg(x)
     if code == ABS:
-        return absolute(x)
+        return simd.absolute(x)
     if code == SGN:
-        return select_less(x, 0.0, -1.0, select_less(0.0, x, 1.0, x))
+        return simd.select_less(x, 0.0, -1.0, simd.select_less(0.0, x, 1.0, x))
     if code == STEP:
-        return select_less(0.0, x, 1.0, 0.0)
+        return simd.select_less(0.0, x, 1.0, 0.0)
     if code == SQR:
         return x * x
     if code == SQRT:
-        return sqrt(x)
+        return simd.sqrt(x)
     if code == EXP:
-        return exp(x)
+        return simd.exp(x)
     if code == RELU:
-        return maximum(x, 0.0)
+        return simd.maximum(x, 0.0)
     if code == SIGMOID:
-        return sigmoid(x)
+        return simd.sigmoid(x)
     if code == SILU:
-        return x * sigmoid(x)
+        return x * simd.sigmoid(x)
     if code == GELU:
-        return x * sigmoid(fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR)
+        return x * simd.sigmoid(fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR)
     if code == GELU_QUICK:
-        return x * sigmoid(x * 1.702)
+        return x * simd.sigmoid(x * 1.702)
     return rare(code, x)
 
 
@@ -121,7 +95,7 @@ def two(code, a, b):
 def unary_span(code, y, x, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(y, i, one(code, load_part(x, i, left)), left)
+        simd.store_part(y, i, one(code, load_part(x, i, left)), left)
 
 
 @kernel(void(i64, out1, in1))
@@ -141,7 +115,7 @@ def unary(code, y, x):
 def binary_span(code, y, a, b, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
+        simd.store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
 
 
 @kernel(void(i64, out1, in1, in1))
@@ -157,17 +131,17 @@ def binary(code, y, a, b):
     spans(binary_span, (code, y, a, b), n, BLOCK)
 
 
-@kernel(void(i64, out2, in2, in1, i64, i64))
+@kernel(void(i64, simd.out2, simd.in2, in1, i64, i64))
 def rows_span(code, y, a, b, start, stop):
     width = b.size
     for row in range(start, stop):
         for i in range(0, width, LANES):
             left = width - i
             at = row * width + i
-            store_part(y, at, two(code, load_part(a, at, left), load_part(b, i, left)), left)
+            simd.store_part(y, at, two(code, load_part(a, at, left), load_part(b, i, left)), left)
 
 
-@kernel(void(i64, out2, in2, in1))
+@kernel(void(i64, simd.out2, simd.in2, in1))
 def binary_rows(code, y, a, b):
     """y = a (+ - * /) b with b the same for every row; y may be a.
 
@@ -184,10 +158,10 @@ def binary_rows(code, y, a, b):
 
 @kernel(void(i64, out1, in1, f32, i64, i64))
 def scalar_span(code, y, a, b, start, stop):
-    many = splat(b)
+    many = simd.splat(b)
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(y, i, two(code, load_part(a, i, left), many), left)
+        simd.store_part(y, i, two(code, load_part(a, i, left), many), left)
 
 
 @kernel(void(i64, out1, in1, in1))
@@ -209,7 +183,7 @@ def binary_scalar(code, y, a, b):
 def scale_span(y, x, by, bias, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(y, i, load_part(x, i, left) * by + bias, left)
+        simd.store_part(y, i, load_part(x, i, left) * by + bias, left)
 
 
 @kernel(void(out1, in1, f32, f32))
@@ -230,8 +204,8 @@ def bounded_span(y, x, slope, low, high, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(x, i, left)
-        v = maximum(maximum(v, v * slope), low)
-        store_part(y, i, select_less(high, v, high, v), left)
+        v = simd.maximum(simd.maximum(v, v * slope), low)
+        simd.store_part(y, i, simd.select_less(high, v, high, v), left)
 
 
 @kernel(void(out1, in1, f32, f32, f32))
@@ -268,7 +242,7 @@ def silu_back_span(dx, dy, x, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(x, i, left)
-        store_part(dx, i, slope(False, load_part(dy, i, left), v, sigmoid(v)), left)
+        simd.store_part(dx, i, slope(False, load_part(dy, i, left), v, simd.sigmoid(v)), left)
 
 
 @kernel(void(out1, in1, in1))
@@ -289,7 +263,7 @@ def gated_span(gelu, y, gate, up, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(gate, i, left)
-        store_part(y, i, v * sigmoid(inner(gelu, v)) * load_part(up, i, left), left)
+        simd.store_part(y, i, v * simd.sigmoid(inner(gelu, v)) * load_part(up, i, left), left)
 
 
 @kernel(void(flag, out1, in1, in1))
@@ -312,9 +286,9 @@ def gated_back_span(gelu, dgate, dup, dy, gate, up, start, stop):
         v = load_part(gate, i, left)
         w = load_part(up, i, left)
         d = load_part(dy, i, left)
-        s = sigmoid(inner(gelu, v))
-        store_part(dgate, i, slope(gelu, d * w, v, s), left)
-        store_part(dup, i, d * v * s, left)
+        s = simd.sigmoid(inner(gelu, v))
+        simd.store_part(dgate, i, slope(gelu, d * w, v, s), left)
+        simd.store_part(dup, i, d * v * s, left)
 
 
 @kernel(void(flag, out1, out1, in1, in1, in1))
@@ -351,7 +325,7 @@ def uniform(typingctx, key, index):
         bits = builder.bitcast(emit_mix(builder, z), BITS)
         bits = builder.lshr(bits, ir.Constant(BITS, [8] * LANES))
         return builder.fmul(
-            builder.sitofp(bits, VECTOR), spread(builder, ir.Constant(F32, 2.0**-24), VECTOR)
+            builder.sitofp(bits, VECTOR), simd.spread(builder, ir.Constant(F32, 2.0**-24), VECTOR)
         )
 
     return f32x16(types.int64, types.int64), codegen
@@ -377,11 +351,11 @@ def mix(typingctx, z):
 
 @kernel(void(out1, in1, i64, f32, i64, i64))
 def dropout_span(y, x, key, p, start, stop):
-    factor = splat(f32(1.0) / (f32(1.0) - p))
+    factor = simd.splat(f32(1.0) / (f32(1.0) - p))
     for i in range(start, stop, LANES):
         left = stop - i
-        kept = select_less(uniform(key, i), p, 0.0, factor)
-        store_part(y, i, load_part(x, i, left) * kept, left)
+        kept = simd.select_less(uniform(key, i), p, 0.0, factor)
+        simd.store_part(y, i, load_part(x, i, left) * kept, left)
 
 
 @kernel(void(out1, in1, i64, i64, i64, f32))

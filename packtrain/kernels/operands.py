@@ -7,44 +7,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from packtrain.kernels import panels, simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.panels import (
-    ALONG,
-    BELOW,
-    FLAT,
-    GROUP,
-    IN_ROWS,
-    NARROW,
-    PANEL,
-    ROWS,
-    apart,
-    beyond,
-    emit_prefetch,
-    halves_of,
-    move_panel,
-    pair,
-    places,
-    turn16,
-    turn16_pairs,
-    turn_group,
-    turn_group_pairs,
-    vector_at,
-)
-from packtrain.kernels.simd import (
-    F32,
-    I32,
-    I64,
-    LANES,
-    address,
-    f32x16,
-    load,
-    load_part,
-    peek,
-    poke,
-    splat,
-    store,
-    store_part,
-)
+from packtrain.kernels.panels import ALONG, BELOW, FLAT, GROUP, IN_ROWS, NARROW, PANEL, ROWS, beyond
+from packtrain.kernels.simd import F32, I32, I64, LANES, address, f32x16, load_part, splat, store
 
 FOUR = GROUP // 2
 QUARTET, OCTET = ir.VectorType(F32, FOUR), ir.VectorType(F32, GROUP)
@@ -62,7 +28,7 @@ def turn8(typingctx, source, ld, target, ld_target):
         source, ld, target, ld_target = args
         lines = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
         for line in lines:
-            emit_prefetch(builder, builder.add(line, I64(ALONG)))
+            panels.emit_prefetch(builder, builder.add(line, I64(ALONG)))
         for first in range(0, GROUP, FOUR):
             parts = [quartet_at(builder, beyond(builder, line, I64(first))) for line in lines]
             rows = [
@@ -120,15 +86,17 @@ def deal(typingctx, source, ld, target, apart):
 
     def codegen(context, builder, sig, args):
         source, ld, target, apart = args
-        emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
-        emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
+        panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
+        panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
         rows = [
-            builder.load(vector_at(builder, place), align=4)
+            builder.load(panels.vector_at(builder, place), align=4)
             for place in (source, beyond(builder, source, ld))
         ]
         for number in range(2):
             spot = beyond(builder, target, builder.mul(apart, I64(number)))
-            builder.store(halves_of(builder, rows, number), vector_at(builder, spot), align=64)
+            builder.store(
+                panels.halves_of(builder, rows, number), panels.vector_at(builder, spot), align=64
+            )
         return context.get_dummy_value()
 
     return types.void(i64, i64, i64, i64), codegen
@@ -146,20 +114,20 @@ def turn_quarters(source, ld, target, ld_target):
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
 def pack_b(block, b, tb, ldb, depth, n, half):
     """Panels (deep, PANEL) of op(b) (depth, n), one behind the other, zeros beyond it."""
-    deep, per = places(depth, half), 1 + half
+    deep, per = panels.places(depth, half), 1 + half
     if tb == 0:
         whole = 0 if half else n // PANEL * PANEL
         for k in range(0, depth, per):
             to = k // per * PANEL
             for j in range(0, whole, PANEL):
-                move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + to))
+                panels.move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + to))
             for j in range(whole, n, PANEL):
                 for w in range(0, PANEL, LANES):
                     left = max(n - j - w, 0)
                     values = load_part(b, k * ldb + j + w, left)
                     if half:
                         after = load_part(b, (k + 1) * ldb + j + w, left if k + 1 < depth else 0)
-                        values = pair(values, after)
+                        values = panels.pair(values, after)
                     store(block, j * deep + to + w, values)
     else:
         for j in range(0, n, PANEL):
@@ -169,11 +137,11 @@ def pack_b(block, b, tb, ldb, depth, n, half):
                     source = address(b, (j + w) * ldb + k)
                     target = address(block, j * deep + k // per * PANEL + w)
                     if half:
-                        turn16_pairs(source, ldb, last, depth - k, target, PANEL)
+                        panels.turn16_pairs(source, ldb, last, depth - k, target, PANEL)
                     elif NARROW and last == LANES - 1 and depth - k >= LANES:
                         turn_quarters(source, ldb, target, PANEL)
                     else:
-                        turn16(source, ldb, last, depth - k, target, PANEL)
+                        panels.turn16(source, ldb, last, depth - k, target, PANEL)
     for j in range(0, n, PANEL):
         for k in range(-(-depth // per), deep):
             for w in range(0, PANEL, LANES):
@@ -189,9 +157,9 @@ def layout_of(ta, half):
 @part(types.void(i64, i64, i64, i64, i64, i64))
 def pack_narrow(block, a, ta, lda, depth, m):
     """pack_a for registers of 8, which transpose slowly."""
-    deep = places(depth, 0)
+    deep = panels.places(depth, 0)
     if ta:
-        size, whole = apart(deep), max((m - GROUP) // ROWS + 1, 0)
+        size, whole = panels.apart(deep), max((m - GROUP) // ROWS + 1, 0)
         for k in range(0, depth, 2):
             two = min(depth - k, 2)
             for g in range(whole):
@@ -213,15 +181,15 @@ def pack_narrow(block, a, ta, lda, depth, m):
         for i in range(-(-m // ROWS) * ROWS):
             row, target = address(a, min(i, m - 1) * lda), address(block, i * FLAT)
             for k in range(0, whole, LANES):
-                store(target, k, load(row, k))
+                store(target, k, simd.load(row, k))
             for k in range(whole, deep):
-                poke(target, k, peek(row, k) if k < depth else types.float32(0.0))
+                simd.poke(target, k, simd.peek(row, k) if k < depth else types.float32(0.0))
 
 
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
 def pack_a(block, a, ta, lda, depth, m, half):
     """Groups (deep, GROUP) of ROWS rows of op(a) (m, depth), one behind the other, zeros beyond it; see layout_of."""
-    deep, per = places(depth, half), 1 + half
+    deep, per = panels.places(depth, half), 1 + half
     if NARROW:
         pack_narrow(block, a, ta, lda, depth, m)
         return
@@ -230,26 +198,28 @@ def pack_a(block, a, ta, lda, depth, m, half):
         whole = m // LANES * LANES
         for k in range(0, pairs, 2):
             for i in range(0, whole, LANES):
-                target = address(block, i // ROWS * apart(deep) + k * GROUP)
-                deal(address(a, k * lda + i), lda, target, apart(deep))
+                target = address(block, i // ROWS * panels.apart(deep) + k * GROUP)
+                deal(address(a, k * lda + i), lda, target, panels.apart(deep))
         for k in range(0, depth, per):
             for i in range(whole if k < pairs else 0, m, ROWS):
                 left = min(m - i, ROWS)
                 values = load_part(a, k * lda + i, left)
                 if half:
                     after = load_part(a, (k + 1) * lda + i, left if k + 1 < depth else 0)
-                    values = pair(values, after)
-                store_part(block, i // ROWS * apart(deep) + k // per * GROUP, values, GROUP)
+                    values = panels.pair(values, after)
+                simd.store_part(
+                    block, i // ROWS * panels.apart(deep) + k // per * GROUP, values, GROUP
+                )
     else:
         for i in range(0, m, ROWS):
             last = min(m - i, ROWS) - 1
             for k in range(0, depth, LANES):
                 source = address(a, i * lda + k)
-                target = address(block, i // ROWS * apart(deep) + k // per * GROUP)
+                target = address(block, i // ROWS * panels.apart(deep) + k // per * GROUP)
                 if half:
-                    turn_group_pairs(source, lda, last, depth - k, target)
+                    panels.turn_group_pairs(source, lda, last, depth - k, target)
                 else:
-                    turn_group(source, lda, last, depth - k, target)
+                    panels.turn_group(source, lda, last, depth - k, target)
     for i in range(0, m, ROWS):
         for k in range(-(-depth // per), deep):
-            store_part(block, i // ROWS * apart(deep) + k * GROUP, splat(0.0), GROUP)
+            simd.store_part(block, i // ROWS * panels.apart(deep) + k * GROUP, splat(0.0), GROUP)

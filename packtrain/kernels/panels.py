@@ -9,12 +9,7 @@ from numba.extending import intrinsic
 
 from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import part
-from packtrain.kernels.simd import (
-    I32,
-    I64,
-    LANES,
-    VECTOR,
-)
+from packtrain.kernels.simd import I32, I64, LANES, VECTOR
 
 AVX512 = runtime.has("avx512f")
 HALF = AVX512 and runtime.has("avx512bf16")  # whether bf16 can be multiplied

@@ -6,17 +6,7 @@ from numba.extending import intrinsic
 
 from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import each, kernel, spans
-from packtrain.kernels.simd import (
-    F32,
-    I64,
-    LANES,
-    VECTOR,
-    f32x16,
-    in1,
-    load,
-    out1,
-    store,
-)
+from packtrain.kernels.simd import F32, I64, LANES, VECTOR, f32x16, in1, out1
 
 CHAINS = 12 if runtime.has("avx512f") else 6  # independent sums: enough to hide the latency
 i64, f32, void = types.int64, types.float32, types.void
@@ -52,7 +42,7 @@ def chains(typingctx, count, factor):
 
 @kernel(void(out1, f32, i64, i64))
 def multiply(y, factor, count, number):
-    store(y, number * LANES, chains(count, factor))
+    simd.store(y, number * LANES, chains(count, factor))
 
 
 @kernel(void(out1, f32, i64))
@@ -64,7 +54,7 @@ def multiply_adds(y, factor, count):
 @kernel(void(out1, in1, i64, i64))
 def copy(y, x, start, stop):
     for i in range(start, stop, LANES):
-        store(y, i, load(x, i))
+        simd.store(y, i, simd.load(x, i))
 
 
 @kernel(void(out1, in1, i64))

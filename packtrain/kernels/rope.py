@@ -6,20 +6,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.simd import (
-    BITS,
-    LANES,
-    address,
-    f32x16,
-    fma,
-    ids1,
-    in3,
-    load_part,
-    neg,
-    out3,
-    store_part,
-)
+from packtrain.kernels.simd import BITS, LANES, address, f32x16, fma, in3, load_part, neg, out3
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 14
@@ -46,7 +35,7 @@ evens = picking([2 * i for i in range(LANES)], 2)
 odds = picking([2 * i + 1 for i in range(LANES)], 2)
 
 
-@kernel(void(out3, ids1, frequencies, f64, f64, i64, i64, i64))
+@kernel(void(out3, simd.ids1, frequencies, f64, f64, i64, i64, i64))
 def table_row(t, pos, inv_freq, magnitude, rate, length, offset, i):
     scale = magnitude
     if rate != 0:  # otherwise positions may be negative
@@ -57,7 +46,7 @@ def table_row(t, pos, inv_freq, magnitude, rate, length, offset, i):
         t[i, j, 1] = f32(scale * math.sin(angle))
 
 
-@kernel(void(out3, ids1, frequencies, f64, f64, i64, i64))
+@kernel(void(out3, simd.ids1, frequencies, f64, f64, i64, i64))
 def table(t, pos, inv_freq, magnitude, rate, length, offset):
     """t[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
 
@@ -84,7 +73,7 @@ def rotate_pairs(y, x, t, width, inverse):
         s = twice_odd(w)
         if inverse:
             s = neg(s)
-        store_part(y, i, fma(v, twice_even(w), swap_pairs(v) * alternate(neg(s), s)), left)
+        simd.store_part(y, i, fma(v, twice_even(w), swap_pairs(v) * alternate(neg(s), s)), left)
 
 
 @part(void(i64, i64, i64, i64, types.boolean))
@@ -101,8 +90,8 @@ def rotate_halves(y, x, t, width, inverse):
         s = odds(first, second)
         if inverse:
             s = neg(s)
-        store_part(y, i, fma(a, c, neg(b * s)), left)
-        store_part(y, i + half, fma(a, s, b * c), left)
+        simd.store_part(y, i, fma(a, c, neg(b * s)), left)
+        simd.store_part(y, i + half, fma(a, s, b * c), left)
 
 
 @kernel(void(out3, in3, in3, types.boolean, types.boolean, i64, i64))
@@ -118,7 +107,7 @@ def rope_rows(y, x, t, neox, inverse, start, stop):
             else:
                 rotate_pairs(address(y, at), address(x, at), angles, turned, inverse)
             for i in range(turned, width, LANES):
-                store_part(y, at + i, load_part(x, at + i, width - i), width - i)
+                simd.store_part(y, at + i, load_part(x, at + i, width - i), width - i)
 
 
 @kernel(void(out3, in3, in3, types.boolean, types.boolean))

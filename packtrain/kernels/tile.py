@@ -8,22 +8,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from packtrain.kernels import runtime
+from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import kernel
-from packtrain.kernels.simd import (
-    BITS,
-    F32,
-    I64,
-    LANES,
-    MASK,
-    VECTOR,
-    ZERO,
-    call,
-    first_lanes,
-    read,
-    spread,
-    write,
-)
+from packtrain.kernels.simd import BITS, F32, I64, LANES, MASK, VECTOR, ZERO
 
 POINTER = ir.PointerType()
 PRODUCT = types.void(*[types.int64] * 9, types.boolean)
@@ -45,7 +32,7 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
     sums = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
     with builder.if_then(add):
         for cell in cells:
-            builder.store(read(builder, spots[cell], mask), sums[cell])
+            builder.store(simd.read(builder, spots[cell], mask), sums[cell])
     step = lda if by_column else I64(1)
     tops = [a] if by_column else [at(builder, a, I64(i), lda, I64(0)) for i in range(0, height, 3)]
     moving = [(cgutils.alloca_once_value(builder, top), step) for top in tops]
@@ -53,7 +40,7 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
     with cgutils.for_range(builder, depth):
         *lefts, right = (builder.load(place) for place, _ in moving)
         rights = [
-            read(builder, at(builder, right, I64(0), ldb, I64(j * LANES)), mask)
+            simd.read(builder, at(builder, right, I64(0), ldb, I64(j * LANES)), mask)
             for j in range(width)
         ]
         for i in range(height):
@@ -63,15 +50,15 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
                 else (lefts[i // 3], I64(i % 3), lda, I64(0))
             )
             left = builder.load(at(builder, *order), typ=F32, align=4)
-            left = spread(builder, left, VECTOR)
+            left = simd.spread(builder, left, VECTOR)
             for j in range(width):
                 done = builder.load(sums[i, j])
-                done = call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], done)
+                done = simd.call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], done)
                 builder.store(done, sums[i, j])
         for place, by in moving:
             builder.store(builder.gep(builder.load(place), [by], source_etype=F32), place)
     for cell in cells:
-        write(builder, builder.load(sums[cell]), spots[cell], mask)
+        simd.write(builder, builder.load(sums[cell]), spots[cell], mask)
 
 
 def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
@@ -80,7 +67,7 @@ def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
     for start, stop, width in ((I64(0), wide, WIDEST), (wide, n, 1)):
         step = I64(width * LANES)
         with cgutils.for_range_slice(builder, start, stop, step, inc=True) as (j, _):
-            mask = None if stop is wide else first_lanes(builder, builder.sub(n, j))
+            mask = None if stop is wide else simd.first_lanes(builder, builder.sub(n, j))
             done = I64(0)
             for height in HEIGHTS:
                 rest = builder.srem(builder.sub(m, done), I64(height))
@@ -99,11 +86,11 @@ def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
     nothing = ir.Constant(MASK, [0] * LANES)
 
     def inside(rows, columns, i):
-        lanes = first_lanes(builder, columns)
+        lanes = simd.first_lanes(builder, columns)
         return builder.select(builder.icmp_signed("<", I64(i), rows), lanes, nothing)
 
     lines = [
-        read(builder, at(builder, x, I64(i), ldx, I64(0)), inside(x_rows, x_columns, i))
+        simd.read(builder, at(builder, x, I64(i), ldx, I64(0)), inside(x_rows, x_columns, i))
         for i in range(LANES)
     ]
     for step in (8, 4, 2, 1):
@@ -114,7 +101,9 @@ def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
             for line, order in ((i, first), (i + step, second)):
                 lines[line] = builder.shuffle_vector(*pair, ir.Constant(BITS, order))
     for i in range(LANES):
-        write(builder, lines[i], at(builder, y, I64(i), ldy, I64(0)), inside(y_rows, y_columns, i))
+        simd.write(
+            builder, lines[i], at(builder, y, I64(i), ldy, I64(0)), inside(y_rows, y_columns, i)
+        )
 
 
 def compiled(name, emit, kinds):

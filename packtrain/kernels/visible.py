@@ -8,20 +8,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.simd import (
-    BITS,
-    I32,
-    I64,
-    INFINITY,
-    LANES,
-    VECTOR,
-    f32x16,
-    ids1,
-    load,
-    spread,
-    store,
-)
+from packtrain.kernels.simd import BITS, I32, I64, INFINITY, LANES, VECTOR, f32x16, ids1
 from packtrain.kernels.tile import POINTER, at
 
 QUERIES = 64  # queries in a block, at most
@@ -54,7 +43,7 @@ def shown(typingctx, score, places, i, key_position, key_sequence):
     def codegen(context, builder, sig, args):
         score, places, i, *key = args
         base = builder.inttoptr(places, POINTER)
-        position, sequence = (spread(builder, builder.trunc(k, I32), BITS) for k in key)
+        position, sequence = (simd.spread(builder, builder.trunc(k, I32), BITS) for k in key)
         found = None
         for number, (sign, value) in enumerate(
             (("<=", position), ("==", sequence), (">=", position))
@@ -121,7 +110,7 @@ def hide_after(scores, lanes, places, k_pos, order, row, first, count):
         position = i64(k_pos[order[row, first + j]])
         for i in range(0, lanes, LANES):
             at = j * lanes + i
-            store(scores, at, shown(load(scores, at), places, i, position, 0))
+            simd.store(scores, at, shown(simd.load(scores, at), places, i, position, 0))
 
 
 @kernel(i64(span, ids2, ids2, i64, i64, i64))
@@ -151,4 +140,4 @@ def hide(scores, lanes, places, k_pos, k_seq, b, first, count):
         sequence = i64(k_seq[b, first + j]) if k_seq.size else 0
         for i in range(0, lanes, LANES):
             at = j * lanes + i
-            store(scores, at, shown(load(scores, at), places, i, position, sequence))
+            simd.store(scores, at, shown(simd.load(scores, at), places, i, position, sequence))

@@ -10,7 +10,7 @@ from numba import types
 
 from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel
-from packtrain.kernels.simd import LANES, address, fma, ids1, in1, in2, load_part, out1, out2, out3
+from packtrain.kernels.simd import LANES, address, ids1, in1, in2, load_part, out1, out2, out3, peek
 from packtrain.kernels.vectors import add_scaled, begin_lines, begins, copy, dot, fill
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
@@ -24,13 +24,13 @@ def advance(y, s, x, b, c, delta, a, skip, p, n):
     """One head and token: addresses of y and x (p,), of the state s (p, n), of b and c (n,)."""
     decay = simd.splat(f32(math.exp(f64(delta) * f64(a))))
     for i in range(p):
-        value = simd.peek(x, i)
+        value = peek(x, i)
         row, by, found = address(s, i * n), simd.splat(delta * value), simd.splat(0.0)
         for k in range(0, n, LANES):
             left = n - k
-            new = fma(load_part(row, k, left), decay, by * load_part(b, k, left))
+            new = simd.fma(load_part(row, k, left), decay, by * load_part(b, k, left))
             simd.store_part(row, k, new, left)
-            found = fma(new, load_part(c, k, left), found)
+            found = simd.fma(new, load_part(c, k, left), found)
         simd.poke(y, i, simd.total(found) + skip * value)
 
 
@@ -75,11 +75,11 @@ def forth(state, seen, dy, x, delta, decay, p, n):
         b, found = load_part(seen, k, left), simd.splat(0.0)
         for i in range(p):
             at = address(state, i * n)
-            new = fma(
-                load_part(at, k, left), simd.splat(decay), simd.splat(delta * simd.peek(x, i)) * b
+            new = simd.fma(
+                load_part(at, k, left), simd.splat(decay), simd.splat(delta * peek(x, i)) * b
             )
             simd.store_part(at, k, new, left)
-            found = fma(new, simd.splat(simd.peek(dy, i)), found)
+            found = simd.fma(new, simd.splat(peek(dy, i)), found)
         simd.store_part(seen, k, found, left)
 
 
@@ -89,13 +89,13 @@ def back(slope, seen, dx, dy, x, b, c, decay, p, n):
     fill(seen, n, f32(0.0))
     for i in range(p):
         row, found = address(slope, i * n), simd.splat(0.0)
-        by, value = simd.splat(simd.peek(dy, i)), simd.splat(simd.peek(x, i))
+        by, value = simd.splat(peek(dy, i)), simd.splat(peek(x, i))
         for k in range(0, n, LANES):
             left = n - k
-            new = fma(load_part(row, k, left), simd.splat(decay), by * load_part(c, k, left))
+            new = simd.fma(load_part(row, k, left), simd.splat(decay), by * load_part(c, k, left))
             simd.store_part(row, k, new, left)
-            found = fma(new, load_part(b, k, left), found)
-            simd.store_part(seen, k, fma(new, value, load_part(seen, k, left)), left)
+            found = simd.fma(new, load_part(b, k, left), found)
+            simd.store_part(seen, k, simd.fma(new, value, load_part(seen, k, left)), left)
         simd.poke(dx, i, simd.total(found))
 
 
@@ -130,15 +130,13 @@ def share(dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, ti
             of_y = address(dy, (token * heads + h) * p)
             back(state, seen, of_x, of_y, value, b, address(b, groups * n), decay, p, n)
             straight = dot(seen, b, n)
-            kept = (
-                f64(0.0) if begins(seq, token, time) else kept + simd.peek(scores, t) - d * straight
-            )
+            kept = f64(0.0) if begins(seq, token, time) else kept + peek(scores, t) - d * straight
             ddelta[token, h] = f32(straight + f64(a[h]) * kept)
             of_a += d * kept
             of_skip += dot(of_y, value, p)
             add_scaled(address(of_b, t * n), seen, d, n)
             for i in range(p):
-                simd.poke(of_x, i, d * simd.peek(of_x, i) + skip[h] * simd.peek(of_y, i))
+                simd.poke(of_x, i, d * peek(of_x, i) + skip[h] * peek(of_y, i))
             decay = f32(0.0) if begins(seq, token, time) else f32(math.exp(f64(d) * f64(a[h])))
         sums[line * heads + h, 0], sums[line * heads + h, 1] = f32(of_a), f32(of_skip)
 
@@ -235,12 +233,12 @@ def channels(y, kept, x, w, line, source, target, number):
                 for k in range(before):
                     row = address(kept, (at * before + k) * wide)
                     old = load_part(row, s, left)
-                    found = fma(old, load_part(address(w, k * wide), s, left), found)
+                    found = simd.fma(old, load_part(address(w, k * wide), s, left), found)
                     if k > 0:
                         simd.store_part(address(kept, (at * before + k - 1) * wide), s, old, left)
                 if before > 0:
                     simd.store_part(address(kept, (at * before + before - 1) * wide), s, new, left)
-                found = fma(new, load_part(address(w, before * wide), s, left), found)
+                found = simd.fma(new, load_part(address(w, before * wide), s, left), found)
             simd.store_part(address(y, t * wide), s, found, left)
 
 

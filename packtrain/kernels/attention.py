@@ -146,9 +146,7 @@ def extent(count, length, width):
     return max(min(count, i64(length[0])), 0) if length.size else count
 
 
-@kernel(
-    void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, in1, f32, i64, f32),
-)
+@kernel(void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, in1, f32, i64, f32))
 def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, scale, window, cap):
     """Each query averages the values of its visible keys; query head h reads kv head h // (H // K).
 
@@ -165,11 +163,8 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, scale,
         sinks         (H,)          f32, or (0,): logits that every query sees beside those of keys, without values
     """
     B, T, H, D = q.shape
-    keys, places_of, rule = (
-        extent(k.shape[1], length, D),
-        (q_pos, k_pos, q_seq, k_seq),
-        (scale, window, cap),
-    )
+    keys = extent(k.shape[1], length, D)
+    places_of, rule = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
     tasks = B * H * -(-T // queries_in_block(D))
     if B * T * H * D * keys < online.SERIAL:
         for task in range(tasks):

@@ -93,10 +93,8 @@ def fit(x, most, first, trials):
     for trial in range(-1, trials + 1):
         codes = most if trial < 0 else most + first + f32(0.1) * f32(trial)
         inverse = codes / (high - low)
-        la, lb = (
-            rounded((a - low) * inverse, f32(0), most),
-            rounded((b - low) * inverse, f32(0), most),
-        )
+        la = rounded((a - low) * inverse, f32(0), most)
+        lb = rounded((b - low) * inverse, f32(0), most)
         if trial < 0:
             new_scale, new_low = (high - low) / most, low
         else:

@@ -117,7 +117,7 @@ def conv(y, x, w, pictures, channels, filters, sizes):
     """
     count = -(-i64(sizes[4]) * sizes[5] // PANEL)
     work = channels * sizes[2] * sizes[3] * filters * PANEL
-    spans(strips, (y, x, w, channels, filters, sizes), pictures * count, max(1, TASK // work))
+    spans(strips, (y, x, w, channels, filters, sizes), pictures * count, TASK // work)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, ids1))
@@ -167,7 +167,7 @@ def conv_back(dx, dy, w, pictures, channels, filters, sizes):
     count = -(-channels // many)
     work = min(many, channels) * window * filters * sizes[4] * sizes[5]
     given = (dx, dy, w, channels, filters, sizes)
-    spans(groups, given, pictures * count, max(1, TASK // max(1, work)))
+    spans(groups, given, pictures * count, TASK // max(1, work))
 
 
 @kernel(void(out1, in1, in1, i64, i64, i64, i64, ids1, i64))

@@ -2,7 +2,6 @@
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part, spans
@@ -105,10 +104,7 @@ def unary(code, y, x):
     x, y  (N,)  f32
     """
     n = x.size
-    if n <= SERIAL:
-        unary_span(code, y, x, 0, n)
-        return
-    spans(unary_span, (code, y, x), n, BLOCK)
+    spans(unary_span, (code, y, x), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(i64, out1, in1, in1, i64, i64))
@@ -125,10 +121,7 @@ def binary(code, y, a, b):
     a, b, y  (N,)  f32
     """
     n = y.size
-    if n <= SERIAL:
-        binary_span(code, y, a, b, 0, n)
-        return
-    spans(binary_span, (code, y, a, b), n, BLOCK)
+    spans(binary_span, (code, y, a, b), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(i64, simd.out2, simd.in2, in1, i64, i64))
@@ -149,11 +142,7 @@ def binary_rows(code, y, a, b):
     b     (C,)    f32
     """
     n = a.shape[0]
-    rows = max(1, BLOCK // max(1, b.size))
-    if a.size <= SERIAL:
-        rows_span(code, y, a, b, 0, n)
-        return
-    spans(rows_span, (code, y, a, b), n, rows)
+    spans(rows_span, (code, y, a, b), n, BLOCK // max(1, b.size) if a.size > SERIAL else n)
 
 
 @kernel(void(i64, out1, in1, f32, i64, i64))
@@ -173,10 +162,7 @@ def binary_scalar(code, y, a, b):
     """
     n = y.size
     number = b[0]
-    if n <= SERIAL:
-        scalar_span(code, y, a, number, 0, n)
-        return
-    spans(scalar_span, (code, y, a, number), n, BLOCK)
+    spans(scalar_span, (code, y, a, number), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, f32, f32, i64, i64))
@@ -193,10 +179,7 @@ def scale(y, x, by, bias):
     x, y  (N,)  f32
     """
     n = x.size
-    if n <= SERIAL:
-        scale_span(y, x, by, bias, 0, n)
-        return
-    spans(scale_span, (y, x, by, bias), n, BLOCK)
+    spans(scale_span, (y, x, by, bias), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, f32, f32, f32, i64, i64))
@@ -215,10 +198,7 @@ def bounded(y, x, slope, low, high):
     x, y  (N,)  f32
     """
     n = x.size
-    if n <= SERIAL:
-        bounded_span(y, x, slope, low, high, 0, n)
-        return
-    spans(bounded_span, (y, x, slope, low, high), n, BLOCK)
+    spans(bounded_span, (y, x, slope, low, high), n, BLOCK if n > SERIAL else n)
 
 
 flag = types.boolean
@@ -252,10 +232,7 @@ def silu_back(dx, dy, x):
     dx, dy, x  (N,)  f32
     """
     n = x.size
-    if n <= SERIAL:
-        silu_back_span(dx, dy, x, 0, n)
-        return
-    spans(silu_back_span, (dx, dy, x), n, BLOCK)
+    spans(silu_back_span, (dx, dy, x), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(flag, out1, in1, in1, i64, i64))
@@ -273,10 +250,7 @@ def gated(gelu, y, gate, up):
     gate, up, y  (N,)  f32
     """
     n = y.size
-    if n <= SERIAL:
-        gated_span(gelu, y, gate, up, 0, n)
-        return
-    spans(gated_span, (gelu, y, gate, up), n, BLOCK)
+    spans(gated_span, (gelu, y, gate, up), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(flag, out1, out1, in1, in1, in1, i64, i64))
@@ -298,10 +272,7 @@ def gated_back(gelu, dgate, dup, dy, gate, up):
     dgate, dup, dy, gate, up  (N,)  f32
     """
     n = dy.size
-    if n <= SERIAL:
-        gated_back_span(gelu, dgate, dup, dy, gate, up, 0, n)
-        return
-    spans(gated_back_span, (gelu, dgate, dup, dy, gate, up), n, BLOCK)
+    spans(gated_back_span, (gelu, dgate, dup, dy, gate, up), n, BLOCK if n > SERIAL else n)
 
 
 def emit_mix(builder, z):
@@ -311,24 +282,19 @@ def emit_mix(builder, z):
     return z
 
 
-@intrinsic
-def uniform(typingctx, key, index):
+@simd.instruction(f32x16, types.int64, types.int64)
+def uniform(builder, key, index):
     """Uniforms number index .. index + 15 of a stream (see counter.py); index is even."""
-
-    def codegen(context, builder, sig, args):
-        wide = ir.VectorType(I64, LANES // 2)
-        key, index = args
-        first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide)
-        counter = builder.add(first, ir.Constant(wide, list(range(LANES // 2))))
-        golden = ir.Constant(wide, [GOLDEN] * (LANES // 2))
-        z = builder.add(builder.mul(counter, golden), spread_wide(builder, key, wide))
-        bits = builder.bitcast(emit_mix(builder, z), BITS)
-        bits = builder.lshr(bits, ir.Constant(BITS, [8] * LANES))
-        return builder.fmul(
-            builder.sitofp(bits, VECTOR), simd.spread(builder, ir.Constant(F32, 2.0**-24), VECTOR)
-        )
-
-    return f32x16(types.int64, types.int64), codegen
+    wide = ir.VectorType(I64, LANES // 2)
+    first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide)
+    counter = builder.add(first, ir.Constant(wide, list(range(LANES // 2))))
+    golden = ir.Constant(wide, [GOLDEN] * (LANES // 2))
+    z = builder.add(builder.mul(counter, golden), spread_wide(builder, key, wide))
+    bits = builder.bitcast(emit_mix(builder, z), BITS)
+    bits = builder.lshr(bits, ir.Constant(BITS, [8] * LANES))
+    return builder.fmul(
+        builder.sitofp(bits, VECTOR), simd.spread(builder, ir.Constant(F32, 2.0**-24), VECTOR)
+    )
 
 
 def spread_wide(builder, value, kind):
@@ -337,16 +303,12 @@ def spread_wide(builder, value, kind):
     return builder.shuffle_vector(first, first, zeros)
 
 
-@intrinsic
-def mix(typingctx, z):
+@simd.instruction(types.int64, types.int64)
+def mix(builder, z):
     """counter.mix."""
-
-    def codegen(context, builder, sig, args):
-        wide = ir.VectorType(I64, 2)
-        z = spread_wide(builder, builder.add(args[0], I64(GOLDEN)), wide)
-        return builder.extract_element(emit_mix(builder, z), I64(0))
-
-    return types.int64(types.int64), codegen
+    wide = ir.VectorType(I64, 2)
+    z = spread_wide(builder, builder.add(z, I64(GOLDEN)), wide)
+    return builder.extract_element(emit_mix(builder, z), I64(0))
 
 
 @kernel(void(out1, in1, i64, f32, i64, i64))
@@ -366,7 +328,4 @@ def dropout(y, x, seed, step, stream, p):
     """
     n = x.size
     key = mix(mix(mix(seed) + step) + stream)
-    if n <= SERIAL:
-        dropout_span(y, x, key, p, 0, n)
-        return
-    spans(dropout_span, (y, x, key, p), n, BLOCK)
+    spans(dropout_span, (y, x, key, p), n, BLOCK if n > SERIAL else n)

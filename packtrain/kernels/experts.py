@@ -45,11 +45,7 @@ def top_k(ids, x):
     ids  (N, k)  i32
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        largest_rows(ids, x, 0, n)
-        return
-    rows = max(1, BLOCK // width)
-    spans(largest_rows, (ids, x), n, rows)
+    spans(largest_rows, (ids, x), n, BLOCK // width if x.size > SERIAL else n)
 
 
 @kernel(void(out2, in2, ids2))
@@ -220,10 +216,7 @@ def weighted_rows(y, x, ids, weights, accumulate):
     y             (T, C)  f32
     """
     n, width = y.shape
-    if x.size <= SERIAL:
-        weighted_part(y, x, ids, weights, accumulate, 0, n)
-        return
-    rows = max(1, BLOCK // width)
+    rows = BLOCK // width if x.size > SERIAL else n
     spans(weighted_part, (y, x, ids, weights, accumulate), n, rows)
 
 
@@ -252,8 +245,5 @@ def weighted_rows_back(dx, dweights, dy, x, ids, weights):
     dx[ids[t, j]] = weights[t, j] * dy[t], dweights[t, j] = dy[t] . x[ids[t, j]]; each row of x is in ids once
     """
     n, width = dy.shape
-    if x.size <= SERIAL:
-        weighted_back_part(dx, dweights, dy, x, ids, weights, 0, n)
-        return
-    rows = max(1, BLOCK // width)
+    rows = BLOCK // width if x.size > SERIAL else n
     spans(weighted_back_part, (dx, dweights, dy, x, ids, weights), n, rows)

@@ -49,11 +49,7 @@ def rms_norm(y, x, w, eps):
     w     (C,)    f32, or (0,) for none
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        norm_rows(y, x, w, eps, 0, n)
-        return
-    rows = max(1, BLOCK // max(1, width))
-    spans(norm_rows, (y, x, w, eps), n, rows)
+    spans(norm_rows, (y, x, w, eps), n, BLOCK // max(1, width) if x.size > SERIAL else n)
 
 
 @kernel(f32(i64, i64, i64, i64))
@@ -137,10 +133,7 @@ def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
         each(norm_back_block, (dx, partial, dy, x, w, acc, eps), blocks)
     if dw.size == 0:
         return
-    if blocks * width <= SERIAL:
-        add_partials(dw, partial, blocks, 0, width)
-        return
-    spans(add_partials, (dw, partial, blocks), width, COLUMNS)
+    spans(add_partials, (dw, partial, blocks), width, COLUMNS if blocks * width > SERIAL else width)
 
 
 @kernel(types.UniTuple(f32, 2)(i64, i64, f32))
@@ -180,7 +173,4 @@ def norm(y, x, w, b, eps):
     w, b  (C,)    f32, or (0,) for none
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        centred_rows(y, x, w, b, eps, 0, n)
-        return
-    spans(centred_rows, (y, x, w, b, eps), n, max(1, BLOCK // max(1, width)))
+    spans(centred_rows, (y, x, w, b, eps), n, BLOCK // max(1, width) if x.size > SERIAL else n)

@@ -5,7 +5,6 @@ Registers of 8 f32 (AVX2) transpose slowly: there, rows of `a` are copied as the
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from packtrain.kernels import panels, simd
 from packtrain.kernels.call import kernel, part
@@ -20,27 +19,21 @@ PAIRS = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
 i64 = types.int64
 
 
-@intrinsic
-def turn8(typingctx, source, ld, target, ld_target):
+@simd.instruction(types.void, i64, i64, i64, i64)
+def turn8(builder, source, ld, target, ld_target):
     """8 x 8 of `source` transposed, for registers of 8: fewer steps than turn16's. Prefetches what follows."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, target, ld_target = args
-        lines = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
-        for line in lines:
-            panels.emit_prefetch(builder, builder.add(line, I64(ALONG)))
-        for first in range(0, GROUP, FOUR):
-            parts = [quartet_at(builder, beyond(builder, line, I64(first))) for line in lines]
-            rows = [
-                builder.shuffle_vector(low, high, ir.Constant(ORDER, list(range(GROUP))))
-                for low, high in zip(parts[:FOUR], parts[FOUR:], strict=True)
-            ]
-            for c, value in enumerate(emit_turned_fours(builder, rows)):
-                spot = beyond(builder, target, builder.mul(I64(first + c), ld_target))
-                builder.store(value, builder.inttoptr(spot, OCTET.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64), codegen
+    lines = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
+    for line in lines:
+        panels.emit_prefetch(builder, builder.add(line, I64(ALONG)))
+    for first in range(0, GROUP, FOUR):
+        parts = [quartet_at(builder, beyond(builder, line, I64(first))) for line in lines]
+        rows = [
+            builder.shuffle_vector(low, high, ir.Constant(ORDER, list(range(GROUP))))
+            for low, high in zip(parts[:FOUR], parts[FOUR:], strict=True)
+        ]
+        for c, value in enumerate(emit_turned_fours(builder, rows)):
+            spot = beyond(builder, target, builder.mul(I64(first + c), ld_target))
+            builder.store(value, builder.inttoptr(spot, OCTET.as_pointer()), align=4)
 
 
 def quartet_at(builder, place):
@@ -57,49 +50,33 @@ def emit_turned_fours(builder, rows):
     return [mixed(mixes[n], mixes[n + 2], order) for n in range(2) for order in PAIRS]
 
 
-@intrinsic
-def copy8(typingctx, source, target):
-    def codegen(context, builder, sig, args):
-        source, target = (builder.inttoptr(arg, OCTET.as_pointer()) for arg in args)
-        builder.store(builder.load(source, align=4), target, align=4)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64), codegen
+@simd.instruction(types.void, i64, i64)
+def copy8(builder, *addresses):
+    source, target = (builder.inttoptr(a, OCTET.as_pointer()) for a in addresses)
+    builder.store(builder.load(source, align=4), target, align=4)
 
 
-@intrinsic
-def store_group(typingctx, target, values):
+@simd.instruction(types.void, i64, f32x16)
+def store_group(builder, target, values):
     """The first 8 of 16 values."""
-
-    def codegen(context, builder, sig, args):
-        target, values = args
-        low = builder.shuffle_vector(values, values, ir.Constant(ORDER, list(range(GROUP))))
-        builder.store(low, builder.inttoptr(target, OCTET.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(i64, f32x16), codegen
+    low = builder.shuffle_vector(values, values, ir.Constant(ORDER, list(range(GROUP))))
+    builder.store(low, builder.inttoptr(target, OCTET.as_pointer()), align=4)
 
 
-@intrinsic
-def deal(typingctx, source, ld, target, apart):
+@simd.instruction(types.void, i64, i64, i64, i64)
+def deal(builder, source, ld, target, apart):
     """16 columns of two rows of `source` to two groups of 8, which are `apart` f32 from each other."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, target, apart = args
-        panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
-        panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
-        rows = [
-            builder.load(panels.vector_at(builder, place), align=4)
-            for place in (source, beyond(builder, source, ld))
-        ]
-        for number in range(2):
-            spot = beyond(builder, target, builder.mul(apart, I64(number)))
-            builder.store(
-                panels.halves_of(builder, rows, number), panels.vector_at(builder, spot), align=64
-            )
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64), codegen
+    panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
+    panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
+    rows = [
+        builder.load(panels.vector_at(builder, place), align=4)
+        for place in (source, beyond(builder, source, ld))
+    ]
+    for number in range(2):
+        spot = beyond(builder, target, builder.mul(apart, I64(number)))
+        builder.store(
+            panels.halves_of(builder, rows, number), panels.vector_at(builder, spot), align=64
+        )
 
 
 @part(types.void(i64, i64, i64, i64))
@@ -163,10 +140,8 @@ def pack_narrow(block, a, ta, lda, depth, m):
         for k in range(0, depth, 2):
             two = min(depth - k, 2)
             for g in range(whole):
-                source, target = (
-                    address(a, k * lda + g * ROWS),
-                    address(block, g * size + k * GROUP),
-                )
+                source = address(a, k * lda + g * ROWS)
+                target = address(block, g * size + k * GROUP)
                 for r in range(two):
                     copy8(address(source, r * lda), address(target, r * GROUP))
             for g in range(whole, -(-m // ROWS)):

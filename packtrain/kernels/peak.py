@@ -2,7 +2,6 @@
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import each, kernel, spans
@@ -12,32 +11,27 @@ CHAINS = 12 if runtime.has("avx512f") else 6  # independent sums: enough to hide
 i64, f32, void = types.int64, types.float32, types.void
 
 
-@intrinsic
-def chains(typingctx, count, factor):
+@simd.instruction(f32x16, i64, f32)
+def chains(builder, count, factor):
     """The sum of CHAINS vectors after `count` rounds of v = v * factor + factor, all at once."""
-
-    def codegen(context, builder, sig, args):
-        count, factor = args
-        before, many = builder.block, simd.spread(builder, factor, VECTOR)
-        loop, after = (builder.append_basic_block(name) for name in ("round", "after"))
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        turn, vectors = builder.phi(I64), [builder.phi(VECTOR) for _ in range(CHAINS)]
-        now = [simd.call(builder, "llvm.fma.v16f32", VECTOR, v, many, many) for v in vectors]
-        following = builder.add(turn, I64(1))
-        turn.add_incoming(I64(0), before)
-        turn.add_incoming(following, loop)
-        for i, (vector, value) in enumerate(zip(vectors, now, strict=True)):
-            vector.add_incoming(ir.Constant(VECTOR, [ir.Constant(F32, float(i))] * LANES), before)
-            vector.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
-        builder.position_at_end(after)
-        total = now[0]
-        for value in now[1:]:
-            total = builder.fadd(total, value)
-        return total
-
-    return f32x16(i64, f32), codegen
+    before, many = builder.block, simd.spread(builder, factor, VECTOR)
+    loop, after = (builder.append_basic_block(name) for name in ("round", "after"))
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    turn, vectors = builder.phi(I64), [builder.phi(VECTOR) for _ in range(CHAINS)]
+    now = [simd.call(builder, "llvm.fma.v16f32", VECTOR, v, many, many) for v in vectors]
+    following = builder.add(turn, I64(1))
+    turn.add_incoming(I64(0), before)
+    turn.add_incoming(following, loop)
+    for i, (vector, value) in enumerate(zip(vectors, now, strict=True)):
+        vector.add_incoming(ir.Constant(VECTOR, [ir.Constant(F32, float(i))] * LANES), before)
+        vector.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    builder.position_at_end(after)
+    total = now[0]
+    for value in now[1:]:
+        total = builder.fadd(total, value)
+    return total
 
 
 @kernel(void(out1, f32, i64, i64))

@@ -97,11 +97,7 @@ def sum_rows(y, x):
     y  (N,)    f32
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        row_sums(y, x, 0, n)
-        return
-    rows = max(1, (SERIAL // 4) // max(1, width))
-    spans(row_sums, (y, x), n, rows)
+    spans(row_sums, (y, x), n, (SERIAL // 4) // max(1, width) if x.size > SERIAL else n)
 
 
 @kernel(void(out1, in2, i64, i64))
@@ -126,10 +122,7 @@ def sum_cols(y, x):
     y  (C,)    f32
     """
     width = x.shape[1]
-    if x.size <= SERIAL:
-        columns_sum(y, x, 0, width)
-        return
-    spans(columns_sum, (y, x), width, COLUMNS)
+    spans(columns_sum, (y, x), width, COLUMNS if x.size > SERIAL else width)
 
 
 @kernel(void(out2, in2, types.boolean, i64, i64))
@@ -150,7 +143,4 @@ def running(y, x, reverse):
     x, y  (N, C)  f32
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        running_rows(y, x, reverse, 0, n)
-        return
-    spans(running_rows, (y, x, reverse), n, max(1, SERIAL // max(1, 4 * width)))
+    spans(running_rows, (y, x, reverse), n, SERIAL // max(1, 4 * width) if x.size > SERIAL else n)

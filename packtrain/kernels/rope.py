@@ -4,11 +4,10 @@ import math
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.simd import BITS, LANES, address, f32x16, fma, in3, load_part, neg, out3
+from packtrain.kernels.simd import BITS, LANES, address, fma, in3, load_part, neg, out3
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 14
@@ -19,12 +18,10 @@ frequencies = types.Array(f64, 1, "C", readonly=True)
 def picking(lanes, count):
     """An intrinsic that picks lanes of one vector, or of two (the second counts from 16)."""
 
-    def codegen(context, builder, sig, args):
-        return builder.shuffle_vector(args[0], args[-1], ir.Constant(BITS, lanes))
+    def emit(builder, *vectors):
+        return builder.shuffle_vector(vectors[0], vectors[-1], ir.Constant(BITS, lanes))
 
-    if count == 1:
-        return intrinsic(lambda typingctx, a: (f32x16(f32x16), codegen))
-    return intrinsic(lambda typingctx, a, b: (f32x16(f32x16, f32x16), codegen))
+    return simd.lanewise(emit, count)
 
 
 twice_even = picking([i - i % 2 for i in range(LANES)], 1)
@@ -120,8 +117,5 @@ def rope(y, x, t, neox, inverse):
     Pairs are (2i, 2i + 1), or (i, i + R/2) if neox. The inverse is the gradient.
     """
     n = x.shape[0]
-    if x.size <= SERIAL:
-        rope_rows(y, x, t, neox, inverse, 0, n)
-        return
-    rows = max(1, BLOCK // (x.shape[1] * x.shape[2]))
+    rows = BLOCK // (x.shape[1] * x.shape[2]) if x.size > SERIAL else n
     spans(rope_rows, (y, x, t, neox, inverse), n, rows)

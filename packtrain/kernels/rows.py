@@ -94,10 +94,7 @@ def scatter(w, x, ids, add, start, stop):
 @kernel(void(out2, in2, ids1, types.boolean))
 def scatter_all(w, x, ids, add):
     width = x.shape[1]
-    if x.size <= SERIAL:
-        scatter(w, x, ids, add, 0, width)
-        return
-    spans(scatter, (w, x, ids, add), width, COLUMNS)
+    spans(scatter, (w, x, ids, add), width, COLUMNS if x.size > SERIAL else width)
 
 
 @kernel(void(out2, i64, i64))
@@ -108,10 +105,7 @@ def clear_span(y, start, stop):
 @kernel(void(out2))
 def clear_all(y):
     size = y.size
-    if size <= SERIAL:
-        clear_span(y, 0, size)
-        return
-    spans(clear_span, (y,), size, BATCH)
+    spans(clear_span, (y,), size, BATCH if size > SERIAL else size)
 
 
 @kernel(i64(out2, in2, ids1, types.boolean))
@@ -171,7 +165,7 @@ def pack_rows(halves, w, x, ids):
     if x.size <= SERIAL:
         pack_span(halves, w, x, ids, 0, ids.size)
     else:
-        spans(pack_span, (halves, w, x, ids), ids.size, max(1, BATCH // x.shape[1]))
+        spans(pack_span, (halves, w, x, ids), ids.size, BATCH // x.shape[1])
     return -1
 
 

@@ -43,7 +43,7 @@ def conv(y, x, w, seq, time, step):
     seq   (N,)       i32, or empty
     step  -1: of rows before, 1: of rows after
     """
-    spans(conv_rows, (y, x, w, seq, time, step), len(x), max(1, BLOCK // max(1, x.shape[1])))
+    spans(conv_rows, (y, x, w, seq, time, step), len(x), BLOCK // max(1, x.shape[1]))
 
 
 @kernel(void(out2, out2, in2, in2, ids1, i64, i64))
@@ -101,4 +101,4 @@ def conv_cells(y, x, w, cells):
     w      (K, C)  f32
     cells  (N K,)  i32
     """
-    spans(cell_rows, (y, x, w, cells), len(y), max(1, BLOCK // max(1, x.shape[1])))
+    spans(cell_rows, (y, x, w, cells), len(y), BLOCK // max(1, x.shape[1]))

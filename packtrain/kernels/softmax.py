@@ -79,10 +79,7 @@ def log_soft_max(y, x):
     x, y  (N, C)  f32
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        log_soft_max_rows(y, x, 0, n)
-        return
-    spans(log_soft_max_rows, (y, x), n, max(1, BLOCK // max(1, width)))
+    spans(log_soft_max_rows, (y, x), n, BLOCK // max(1, width) if x.size > SERIAL else n)
 
 
 @kernel(void(out2, in2, in2, f32))
@@ -95,11 +92,7 @@ def soft_max(y, x, mask, scale):
     A fully masked row (-inf) gives zeros.
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        soft_max_rows(y, x, mask, scale, 0, n)
-        return
-    rows = max(1, BLOCK // max(1, width))
-    spans(soft_max_rows, (y, x, mask, scale), n, rows)
+    spans(soft_max_rows, (y, x, mask, scale), n, BLOCK // max(1, width) if x.size > SERIAL else n)
 
 
 @kernel(void(out2, in2, in2, f32, i64, i64))
@@ -127,8 +120,5 @@ def soft_max_back(dx, dy, y, scale):
     dx, dy, y  (N, C)  f32
     """
     n, width = y.shape
-    if y.size <= SERIAL:
-        soft_max_back_rows(dx, dy, y, scale, 0, n)
-        return
-    rows = max(1, BLOCK // max(1, width))
+    rows = BLOCK // max(1, width) if y.size > SERIAL else n
     spans(soft_max_back_rows, (dx, dy, y, scale), n, rows)

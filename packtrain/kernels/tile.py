@@ -6,7 +6,6 @@ Rows are `ld` floats apart; columns after the last full vector are read and writ
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import kernel
@@ -113,7 +112,7 @@ def compiled(name, emit, kinds):
     """
     kind = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
 
-    def codegen(context, builder, sig, args):
+    def emit_call(builder, *args):
         function = builder.module.globals.get(name)
         if function is None:
             form = ir.FunctionType(ir.VoidType(), [kind[k] for k in kinds])
@@ -128,17 +127,9 @@ def compiled(name, emit, kinds):
             for k, a in zip(kinds, args, strict=True)
         )
         builder.call(function, list(fixed))
-        return context.get_dummy_value()
 
     number = {"p": types.int64, "i": types.int64, "b": types.boolean}
-    return intrinsic_of(len(kinds), types.void(*[number[k] for k in kinds]), codegen)
-
-
-def intrinsic_of(count, sig, codegen):
-    """One lambda for each count, as numba reads an intrinsic's parameters from its source."""
-    if count == 8:
-        return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h: (sig, codegen))
-    return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h, i, j: (sig, codegen))
+    return simd.instruction(types.void, *[number[k] for k in kinds])(emit_call)
 
 
 # functions on pointers within a kernel: with addresses LLVM generates slower loops (attention_back: twice as slow)
@@ -173,13 +164,9 @@ def turn(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
     turned(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns)
 
 
-@intrinsic
-def on_stack(typingctx, size):
+@simd.instruction(types.int64, types.int64)
+def on_stack(builder, size):
     """The address of `size` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
-
-    def codegen(context, builder, sig, args):
-        block = builder.alloca(F32, size=args[0])
-        block.align = 64
-        return builder.ptrtoint(block, I64)
-
-    return types.int64(types.int64), codegen
+    block = builder.alloca(F32, size=size)
+    block.align = 64
+    return builder.ptrtoint(block, I64)

@@ -95,10 +95,7 @@ def adamw(kind, w, g, m, v, hyper, decay, gate, key):
     if not math.isfinite(factor):
         return
     n = g.size
-    if n <= SERIAL:
-        adamw_part(kind, w, g, m, v, hyper, decay, factor, key, 0, n)
-        return
-    spans(adamw_part, (kind, w, g, m, v, hyper, decay, factor, key), n, BLOCK)
+    spans(adamw_part, (kind, w, g, m, v, hyper, decay, factor, key), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(i64, in1, in1, f32, f32, i64, i64))
@@ -139,10 +136,7 @@ def sgd(kind, w, g, hyper, decay, gate, key):
     if not math.isfinite(factor):
         return
     n = g.size
-    if n <= SERIAL:
-        sgd_part(kind, w, g, hyper, decay, factor, key, 0, n)
-        return
-    spans(sgd_part, (kind, w, g, hyper, decay, factor, key), n, BLOCK)
+    spans(sgd_part, (kind, w, g, hyper, decay, factor, key), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, f32, f32, i64, i64))
@@ -162,10 +156,7 @@ def momentum(b, g, momentum, gate):
     b, g  (N,)  f32
     """
     n = g.size
-    if n <= SERIAL:
-        momentum_span(b, g, momentum, gate, 0, n)
-        return
-    spans(momentum_span, (b, g, momentum, gate), n, BLOCK)
+    spans(momentum_span, (b, g, momentum, gate), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, in2, in2, in1, i64, i64))
@@ -189,10 +180,7 @@ def combine(p, g, s, y, c):
     c     (1 + 2 M,)  f32
     """
     n = g.size
-    if n <= SERIAL:
-        combine_span(p, g, s, y, c, 0, n)
-        return
-    spans(combine_span, (p, g, s, y, c), n, BLOCK)
+    spans(combine_span, (p, g, s, y, c), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(f64(i64, i64, i64))

@@ -6,7 +6,6 @@ Positions and sequences are int32 (batch, index); of size 0, positions are the i
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part
@@ -23,39 +22,25 @@ ids2 = types.Array(types.int32, 2, "C", readonly=True)
 span = types.UniTuple(i64, 5)
 
 
-@intrinsic
-def poke_int(typingctx, y, i, value):
+@simd.instruction(types.void, types.int64, types.int64, types.int64)
+def poke_int(builder, y, i, value):
     """Write int32 number i of the address y."""
-
-    def codegen(context, builder, sig, args):
-        y, i, value = args
-        pointer = builder.gep(builder.inttoptr(y, POINTER), [i], source_etype=I32)
-        builder.store(builder.trunc(value, I32), pointer)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pointer = builder.gep(builder.inttoptr(y, POINTER), [i], source_etype=I32)
+    builder.store(builder.trunc(value, I32), pointer)
 
 
-@intrinsic
-def shown(typingctx, score, places, i, key_position, key_sequence):
-    """Scores of queries i .. i + 15, -inf where masked."""
-
-    def codegen(context, builder, sig, args):
-        score, places, i, *key = args
-        base = builder.inttoptr(places, POINTER)
-        position, sequence = (simd.spread(builder, builder.trunc(k, I32), BITS) for k in key)
-        found = None
-        for number, (sign, value) in enumerate(
-            (("<=", position), ("==", sequence), (">=", position))
-        ):
-            spot = at(builder, base, I64(number), I64(QUERIES), i)
-            holds = builder.icmp_signed(sign, value, builder.load(spot, typ=BITS, align=4))
-            found = holds if found is None else builder.and_(found, holds)
-        hidden = ir.Constant(VECTOR, [-INFINITY] * LANES)
-        return builder.select(found, score, hidden)
-
-    kinds = (f32x16, types.int64, types.int64, types.int64, types.int64)
-    return f32x16(*kinds), codegen
+@simd.instruction(f32x16, f32x16, types.int64, types.int64, types.int64, types.int64)
+def shown(builder, score, places, i, *key):
+    """Scores of queries i .. i + 15, -inf where masked, of a key's position and sequence."""
+    base = builder.inttoptr(places, POINTER)
+    position, sequence = (simd.spread(builder, builder.trunc(k, I32), BITS) for k in key)
+    found = None
+    for number, (sign, value) in enumerate((("<=", position), ("==", sequence), (">=", position))):
+        spot = at(builder, base, I64(number), I64(QUERIES), i)
+        holds = builder.icmp_signed(sign, value, builder.load(spot, typ=BITS, align=4))
+        found = holds if found is None else builder.and_(found, holds)
+    hidden = ir.Constant(VECTOR, [-INFINITY] * LANES)
+    return builder.select(found, score, hidden)
 
 
 @part(i64(i64, i64))

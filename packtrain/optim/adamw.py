@@ -95,10 +95,7 @@ def opt_step_adamw(
     Loshchilov & Hutter 2019, arXiv 1711.05101.
     """
     weights.want_weight(w, key, g, m, v)
-    want(
-        hyper.spec == Spec((7,)),
-        f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}",
-    )
+    want(hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}")
     want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return w.spec, m.spec, v.spec
 

@@ -3,11 +3,9 @@
 from packtrain.types import words
 from packtrain.types.room import packed, scalar
 
-f32, f64, f16 = (
-    scalar("f32", 0, "float32"),
-    scalar("f64", 28, "float64"),
-    scalar("f16", 1, "float16"),
-)
+f32 = scalar("f32", 0, "float32")
+f64 = scalar("f64", 28, "float64")
+f16 = scalar("f16", 1, "float16")
 bf16 = packed("bf16", 30, 1, 2)
 f32.mix("F32", 0)
 f16.mix("F16", 1)

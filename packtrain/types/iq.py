@@ -47,11 +47,9 @@ def on_grid(name: str, number: int, nbytes: int, instead: Dtype, demanding: str 
 
 
 iq1_s, iq1_m = on_grid("iq1_s", 19, 50, q2_K, "always"), on_grid("iq1_m", 29, 56, q2_K, "always")
-iq2_xxs, iq2_xs, iq2_s = (
-    on_grid("iq2_xxs", 16, 66, q2_K, "always"),
-    on_grid("iq2_xs", 17, 74, q2_K, "always"),
-    on_grid("iq2_s", 22, 82, q2_K, "blocks"),
-)
+iq2_xxs = on_grid("iq2_xxs", 16, 66, q2_K, "always")
+iq2_xs = on_grid("iq2_xs", 17, 74, q2_K, "always")
+iq2_s = on_grid("iq2_s", 22, 82, q2_K, "blocks")
 iq3_xxs, iq3_s = on_grid("iq3_xxs", 18, 98, q3_K, "blocks"), on_grid("iq3_s", 21, 110, q4_K)
 iq4_nl.mix("IQ4_NL", 25, shared=q5_K, unweighed=q5_K)
 iq4_xs.mix("IQ4_XS", 30, shared=q5_K, unweighed=q5_K)

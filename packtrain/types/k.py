@@ -28,10 +28,8 @@ def scales_and_lows(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
 
 def six_bits(raw: Bytes) -> tuple[np.ndarray]:
     """Scales of q3_K: see six_bit_scales."""
-    low, high = (
-        raw[..., 96:104],
-        raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None],
-    )
+    low = raw[..., 96:104]
+    high = raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     low = np.concatenate((low & 15, low >> 4), axis=-1)
     both = low | (high.reshape(low.shape) & 3) << 4
     return (both.astype(f32) - f32(32),)
@@ -118,10 +116,8 @@ def dot_q2_K(x, w, n):
 @words.part
 def six_bit_scales(w: int) -> words.Ints:
     """The sixteen scales of a q3_K block: the low four bits in eight bytes, the two above in four."""
-    low, high = (
-        words.word_at(w + 96, 0) | (words.word_at(w + 100, 0) << 32),
-        words.word_at(w + 104, 0),
-    )
+    low = words.word_at(w + 96, 0) | (words.word_at(w + 100, 0) << 32)
+    high = words.word_at(w + 104, 0)
     first = (high | ((high >> 2) << 32)) & TWOS
     second = ((high >> 4) | ((high >> 6) << 32)) & TWOS
     return words.bytes_of((low & FOURS) | (first << 4), ((low >> 4) & FOURS) | (second << 4)) - 32
@@ -156,10 +152,8 @@ def unpack_q3_K(y, x, n):
         at, out = x + b * 110, b * 256
         d = half_at(at + 108, 0)
         for i in range(16):
-            low, high = (
-                byte_at(at, 96 + i % 8) >> (i // 8 * 4),
-                byte_at(at, 104 + i % 4) >> (i // 4 * 2),
-            )
+            low = byte_at(at, 96 + i % 8) >> (i // 8 * 4)
+            high = byte_at(at, 104 + i % 4) >> (i // 4 * 2)
             scale = ((low & 15) | ((high & 3) << 4)) - 32
             q = (bytes_at(at, 32 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)) & 3
             top = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is subtracted
@@ -253,10 +247,8 @@ def put_scales(y: int, x: int, most: f32, first: f32, trials: int) -> None:
     by_scale = f32(63) / largest_scale if largest_scale > 0 else f32(0)
     by_low = f32(63) / lowest if lowest < 0 else f32(0)
     for i in range(GROUPS // 2):
-        scale, least = (
-            words.whole(by_scale * peek(scales, i), 63),
-            words.whole(by_low * peek(lows, i), 63),
-        )
+        scale = words.whole(by_scale * peek(scales, i), 63)
+        least = words.whole(by_low * peek(lows, i), 63)
         scale_4 = words.whole(by_scale * peek(scales, i + 4), 63)
         put_scale_bits(y, i, scale, least, scale_4, words.whole(by_low * peek(lows, i + 4), 63))
 

@@ -7,15 +7,7 @@ blocks of a row.
 import numpy as np
 
 from packtrain.types import words
-from packtrain.types.k import (
-    put_scale_bits,
-    q2_K,
-    q3_K,
-    q4_K,
-    q5_K,
-    q6_K,
-    scale_and_least,
-)
+from packtrain.types.k import put_scale_bits, q2_K, q3_K, q4_K, q5_K, q6_K, scale_and_least
 from packtrain.types.k_small import put_2, put_3, put_six_bits, settle
 from packtrain.types.legacy import q4_0, q4_1, q5_0, q5_1
 from packtrain.types.words import Ints, code, load, part, peek, poke, put_bytes, put_half, scratch

@@ -277,24 +277,9 @@ def delta_back(
 
     states  (lines G, chunks + 1, P, N), errors (lines G, time + 1, P), along (lines G, 3, time): f32, scratch
     """
-    given = (
-        dx,
-        ddecay,
-        dbeta,
-        states,
-        errors,
-        along,
-        dy,
-        x,
-        decay,
-        beta,
-        seq,
-        time,
-        groups,
-        tiled,
-        eps,
-    )
-    each(of_group, given, len(states))
+    outputs = dx, ddecay, dbeta, states, errors, along
+    inputs = dy, x, decay, beta, seq, time, groups, tiled, eps
+    each(of_group, outputs + inputs, len(states))
 
 
 # ---- with states that are kept -------------------------------------------------------------------------------

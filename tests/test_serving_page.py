@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from packtrain.corpus.documents import Source
 from packtrain.models.file import open_model
 from packtrain.samples.formats import Reader
 from packtrain.serving.app import app
-from packtrain.serving.page import policy
+from packtrain.serving.page import page_text, policy
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.browser import Served, chromium
 from tests.real import BASE
 
-TEXT = resources.files("packtrain.serving").joinpath("page.html").read_text(encoding="utf-8")
 HOSTILE = "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'</script>"
 KEY = "secret-key"
 
@@ -46,8 +44,9 @@ def test_no_ui_turns_it_off():
 
 
 def test_the_page_loads_nothing_and_writes_no_html():
-    assert not re.findall(r"https?://(?!127\.0\.0\.1)", TEXT)
-    assert not re.findall(r"<script[^>]|<style[^>]|\ssrc=|@import|url\(", TEXT)
+    text = page_text()
+    assert not re.findall(r"https?://(?!127\.0\.0\.1)", text)
+    assert not re.findall(r"<script[^>]|<style[^>]|\ssrc=|@import|url\(", text)
     for word in (
         "innerHTML",
         "outerHTML",
@@ -56,8 +55,8 @@ def test_the_page_loads_nothing_and_writes_no_html():
         "eval(",
         "Function(",
     ):
-        assert word not in TEXT
-    assert not re.findall(r"<[^>]*\s(?:style|on\w+)=", TEXT), (
+        assert word not in text
+    assert not re.findall(r"<[^>]*\s(?:style|on\w+)=", text), (
         "the policy forbids inline handlers and styles"
     )
 

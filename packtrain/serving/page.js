@@ -38,14 +38,17 @@ $("settings").addEventListener("input", ({ target }) => {
   store("settings", settings);
 });
 $("adjust").addEventListener("click", () => openSettings($("settings").hidden));
-$("tint").checked = settings.tint;
-document.body.classList.toggle("tint", settings.tint);
 $("tint").addEventListener("change", () => {
   settings.tint = $("tint").checked;
-  document.body.classList.toggle("tint", settings.tint);
   store("settings", settings);
+  drawTint();
+});
+$("tools").addEventListener("click", () => {
+  const open = document.body.classList.toggle("tools-open");
+  $("tools").setAttribute("aria-expanded", String(open));
 });
 
+say();
 drawChoices();
-begin().catch(fault => { say(fault.message); drawColumns(); drawTurns(); });
+reread(OWN).catch(fault => { say(fault.message); drawColumns(); drawTurns(); }).finally(watch);
 $("question").focus();

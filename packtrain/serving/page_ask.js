@@ -29,19 +29,19 @@ async function* events(response) {
 
 /** Have a column answer a turn; what it writes is shown as it comes. */
 async function write(turn, column, seed) {
-  const one = talk(), answer = { text: "", pieces: [], by: column.title, scales: [...column.scales], state: "writing", why: "",
-    seed, tokens: 0, likely: 0, control: new AbortController() };
-  turn.answers[column.id]?.control?.abort();
-  turn.answers[column.id] = answer;
-  if (turn.kept === column.id) turn.kept = null;
-  const view = () => talk() === one && turn.answers[column.id] === answer && refresh(turn, column);
-  redraw(turn, column);
-  const messages = [...before(one.turns.slice(0, one.turns.indexOf(turn)), column.id), { role: "user", content: turn.question }];
+  const one = talk(), key = keyOf(column), answer = { text: "", pieces: [], by: column.title, of: modelOf(column), state: "writing",
+    why: "", seed, tokens: 0, likely: 0, control: new AbortController() };
+  turn.answers[key]?.control?.abort();
+  turn.answers[key] = answer;
+  if (turn.kept === key) turn.kept = null;
+  const view = () => talk() === one && turn.answers[key] === answer && refresh(turn, key);
+  redraw(turn, key);
+  const messages = [...before(one.turns.slice(0, one.turns.indexOf(turn)), key), { role: "user", content: turn.question }];
   try {
     const options = { method: "POST", body: requestOf(column, messages, seed), signal: answer.control.signal };
     const response = await call(column.address, "/v1/chat/completions", options);
     answer.began = performance.now();
-    try { await take(turn, column, answer, response); } catch (fault) {
+    try { await take(turn, key, answer, response); } catch (fault) {
       if (fault instanceof Refusal || fault.name === "AbortError") throw fault;
       throw new Gone("The server went away while it answered; the text so far is kept.");
     }
@@ -52,7 +52,7 @@ async function write(turn, column, seed) {
     if (fault instanceof Gone) {
       answer.gone = fault.message;
       answer.why += " Try again when it is back.";
-      watch(column.address);
+      setLink(column.address, false);
     }
   }
   answer.control = undefined;
@@ -61,12 +61,12 @@ async function write(turn, column, seed) {
   save();
 }
 
-async function take(turn, column, answer, response) {
+async function take(turn, key, answer, response) {
   for await (const event of events(response)) {
     if (event.error) throw event.error.code === 503 ? new Gone("The server was stopped while it answered; the text so far is kept.")
       : new Refusal(event.error.code ?? 500, event.error);
     const choice = event.choices?.[0];
-    if (choice?.delta?.content) add(turn, column, answer, choice.delta.content, choice.logprobs?.content ?? []);
+    if (choice?.delta?.content) add(turn, key, answer, choice.delta.content, choice.logprobs?.content ?? []);
     answer.finish = choice?.finish_reason ?? answer.finish;
     answer.speed = event.timings?.predicted_per_second ?? answer.speed;
     answer.count = event.usage?.completion_tokens ?? answer.count;
@@ -75,39 +75,81 @@ async function take(turn, column, answer, response) {
   answer.speed ??= 1000 * answer.tokens / (performance.now() - answer.began);
 }
 
-function add(turn, column, answer, text, tokens) {
+function add(turn, key, answer, text, tokens) {
   const low = innerHeight + scrollY > document.documentElement.scrollHeight - 60;
   const fresh = pieces(text, tokens, answer.text === "");
   answer.text += text;
   answer.pieces.push(...fresh);
   answer.tokens += tokens.length;
   answer.likely += tokens.reduce((sum, token) => sum + token.logprob, 0);
-  const cell = views.get(turn)?.get(column.id);
-  if (cell?.text.isConnected && turn.answers[column.id] === answer) {
+  const cell = views.get(turn)?.get(key);
+  if (cell?.text.isConnected && turn.answers[key] === answer) {
     cell.text.append(...fresh.map(drawPiece));
     firstStop(cell.text);
   }
   if (low) scrollTo(0, document.documentElement.scrollHeight);
 }
 
-async function ask(question) {
+let preparing = 0;  // questions for which the servers are read, before any answer is written
+
+/** Do work that has answers written, after the servers have said what they have now. */
+async function asking(work) {
   if (!checked()) return;
+  preparing++;
+  busy();
+  try { await rereadAll(); } finally { preparing--; }
+  await work();
+  busy();
+}
+
+const ask = question => asking(() => {
   const one = talk(), turn = { question, answers: {}, kept: null };
   one.system = settings.system;
   one.turns.push(turn);
+  forgetUndo();
   save();
-  $("turns").append(drawTurn(turn, one.turns.length - 1));
+  if (one.turns.length === 1) drawTurns();
+  else $("turns").append(drawTurn(turn, one.turns.length - 1));
   drawEdits();
   scrollTo(0, document.documentElement.scrollHeight);
   const seed = newSeed();
-  await Promise.all(columns.map(column => write(turn, column, seed)));
+  return Promise.all(columns.map(column => write(turn, column, seed)));
+});
+
+/** Have one column answer again; an answer that is replaced can be taken back. */
+const again = (turn, key) => asking(() => {
+  const column = columnOf(key), old = turn.answers[key], wasKept = turn.kept === key;
+  if (!column) return;
+  const written = write(turn, column, newSeed());
+  if (usable(old)) offerUndo(`${column.title} answers again.`, "Undo regenerate", () => {
+    turn.answers[key]?.control?.abort();
+    turn.answers[key] = old;
+    if (wasKept) turn.kept = key;
+    redraw(turn, key);
+    save();
+  });
+  return written;
+});
+
+/** Answers of the conversation that failed, by turn: later ones go on from earlier ones. */
+function failures() {
+  return talk().turns.map(turn => [turn, columns.filter(column => turn.answers[keyOf(column)]?.state === "failed")])
+    .filter(([, failed]) => failed.length);
 }
+
+$("retry").addEventListener("click", () => asking(async () => {
+  $("question").focus();
+  for (const [turn, failed] of failures()) {
+    const seed = newSeed();
+    await Promise.all(failed.map(column => write(turn, column, seed)));
+  }
+}));
 
 $("ask").addEventListener("submit", event => {
   event.preventDefault();
   const question = $("question").value.trim();
   if (!question || $("send").disabled || !columns.length) return;
-  say("");
+  say();
   ask(question);
   if (checked()) $("question").value = "";
 });
@@ -118,7 +160,7 @@ $("question").addEventListener("keydown", event => {
 });
 
 function writing() {
-  return talks.flatMap(one => one.turns.flatMap(turn => Object.values(turn.answers))).filter(answer => answer.state === "writing");
+  return talks.flatMap(answersOf).filter(answer => answer.control);
 }
 
 function stopAll() {
@@ -126,6 +168,7 @@ function stopAll() {
 }
 
 $("stop").addEventListener("click", () => { stopAll(); $("question").focus(); });
+addEventListener("pagehide", () => { if (writing().length) save(); });
 addEventListener("keydown", event => {
   if (event.key !== "Escape" || $("other").open) return;
   if (!$("tip").hidden) hideTip();

@@ -19,19 +19,21 @@ function stored(name, otherwise, store = localStorage) {
   try { return JSON.parse(store.getItem(`packtrain.${name}`)) ?? otherwise; } catch { return otherwise; }
 }
 
+/** Whether the browser's store has room for a value. */
 function store(name, value, where = localStorage) {
-  try { where.setItem(`packtrain.${name}`, JSON.stringify(value)); }
-  catch { say("This browser keeps no more: download the conversations before you close the page."); }
+  try { where.setItem(`packtrain.${name}`, JSON.stringify(value)); } catch { return false; }
+  return true;
 }
 
-const say = text => { $("said").textContent = text; };
+const HINT = "Enter sends, Shift+Enter breaks the line, Esc stops. Arrow keys go through an answer's tokens.";
+const say = (text = HINT) => { $("said").textContent = $("said").title = text; };
 const stem = path => path.split(/[\\/]/).pop().replace(/\.gguf$/i, "");
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
 // ---- servers
 
 const keys = stored("keys", {}, sessionStorage);  // of an address; gone with the tab
-const servers = new Map();  // address: models, adapters, context, defaults
+const servers = new Map();  // address: models, hash of the base, adapters, context, defaults
 
 class Refusal extends Error {
   constructor(status, { message = "", type = "", ...more } = {}) {
@@ -77,7 +79,7 @@ async function look(address) {
   const listed = (await get("/v1/models")).data ?? [];
   const [adapters, props] = await Promise.all([maybe("/lora-adapters"), maybe("/props")]);
   const server = {
-    models: listed.map(one => one.id), context: listed[0]?.meta?.n_ctx,
+    models: listed.map(one => one.id), hash: props?.model_hash, context: listed[0]?.meta?.n_ctx,
     adapters: Array.isArray(adapters) ? adapters : [],
     defaults: props?.default_generation_settings?.params ?? {}, slots: props?.total_slots,
   };
@@ -85,25 +87,55 @@ async function look(address) {
   return server;
 }
 
-/** Ask until a server that went away is back; then say so where it was missed. */
-async function watch(address) {
-  const server = servers.get(address) ?? {};
-  if (server.watched) return;
-  server.watched = true;
-  for (let tries = 0; tries < 300; tries++) {
-    await new Promise(done => setTimeout(done, 2000));
-    try { if (!(await fetch(`${address}/health`)).ok) continue; } catch { continue; }
-    try { await (address === OWN ? begin() : look(address)); } catch { continue; }
-    break;
+// ---- the connection to each server
+
+const links = new Map();  // address: whether the server answers, and since when
+
+/** Ask all servers again and again whether they are there; read one that is back. */
+async function watch() {
+  await Promise.all([...new Set([OWN, ...columns.map(column => column.address)])].map(knock));
+  setTimeout(watch, 2500);
+}
+
+async function knock(address) {
+  const isOwn = address === OWN, wasGone = links.get(address)?.up === false;
+  try {
+    // other servers need not let pages ask for their health: an answer that cannot be read is one, too
+    const answer = await fetch(`${address}/health`, { signal: AbortSignal.timeout(10_000), mode: isOwn ? "cors" : "no-cors" });
+    if (isOwn && !answer.ok) throw new Gone();
+    if (wasGone) await reread(address);
+  } catch (fault) {
+    if (!(fault instanceof Refusal)) return setLink(address, false);
   }
-  server.watched = false;
+  setLink(address, true);
+}
+
+function setLink(address, up) {
+  const before = links.get(address);
+  if (before?.up === up) return;
+  links.set(address, { up, since: new Date() });
+  drawLinks();
+  if (!before || !up) return;
   for (const turn of talk().turns)
-    for (const column of columns) {
-      const answer = turn.answers[column.id];
-      if (!answer?.gone || column.address !== address) continue;
+    for (const [key, answer] of Object.entries(turn.answers)) {
+      if (!answer.gone || (answer.of?.address ?? OWN) !== address) continue;
       answer.why = `${answer.gone} It is back: try again.`;
-      refresh(turn, column);
+      refresh(turn, key);
     }
+}
+
+const linkText = address => {
+  const link = links.get(address);
+  if (!link) return "connecting";
+  return link.up ? "connected" : `server gone since ${link.since.toLocaleTimeString("en-GB")}`;
+};
+
+function drawLinks() {
+  for (const node of document.querySelectorAll(".link")) {
+    const text = linkText(node.dataset.address || OWN);
+    if (node.textContent !== text) node.textContent = text;
+    node.classList.toggle("gone", links.get(node.dataset.address || OWN)?.up === false);
+  }
 }
 
 function wantKey(address) {
@@ -119,6 +151,6 @@ $("access").addEventListener("submit", event => {
   store("keys", keys, sessionStorage);
   $("access").hidden = true;
   $("key").value = "";
-  (address === OWN ? begin() : look(address).then(drawColumns)).catch(fault => say(fault.message));
+  reread(address).catch(fault => say(fault.message));
   $("question").focus();
 });

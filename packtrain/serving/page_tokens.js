@@ -2,7 +2,7 @@
 
 const pieceOf = new WeakMap();  // of a span
 
-/** Text as spans' pieces, each with the token that wrote it, or with several, where one character takes several. */
+/** Text as pieces [text, tokens], each with the token that wrote it, or with several, where one character takes several. */
 function pieces(text, tokens, first) {
   const found = [];
   let at = 0, group = [];
@@ -11,12 +11,19 @@ function pieces(text, tokens, first) {
     const whole = textOf(group);
     const fits = [whole, first && at === 0 ? whole.trimStart() : ""].find(one => one && text.startsWith(one, at));
     if (!fits) continue;
-    found.push({ text: fits, tokens: group });
+    found.push([fits, group.map(told)]);
     at += fits.length;
     group = [];
   }
-  if (at < text.length) found.push({ text: text.slice(at), tokens: group });
+  if (at < text.length) found.push([text.slice(at), group.map(told)]);
   return found;
+}
+
+/** A token as it is stored with an answer: what it shows, its logprob, and those of the likeliest others in turn. */
+function told(token) {
+  const same = other => token.id !== undefined && other.id !== undefined ? token.id === other.id : token.token === other.token;
+  const both = one => [visible(one), Number(one.logprob.toFixed(3))];
+  return [token, ...(token.top_logprobs ?? []).filter(other => !same(other))].flatMap(both);
 }
 
 function textOf(tokens) {
@@ -25,13 +32,34 @@ function textOf(tokens) {
 }
 
 function drawPiece(piece) {
-  const span = el("span", {}, piece.text);
-  if (!piece.tokens.length) return span;
+  const [text, tokens] = piece, span = el("span", {}, text);
+  if (!tokens.length) return span;
   pieceOf.set(span, piece);
   span.tabIndex = -1;
-  const sum = piece.tokens.reduce((total, token) => total + token.logprob, 0);
-  span.style.setProperty("--doubt", `${(70 * (1 - Math.exp(sum))).toFixed(0)}%`);
+  const likely = tokens.reduce((total, [, logprob]) => total + logprob, 0);
+  span.style.setProperty("--doubt", `${(70 * (1 - Math.exp(likely))).toFixed(0)}%`);
   return span;
+}
+
+const hasTint = answer => answer.pieces.some(([, tokens]) => tokens.length);
+
+/** Why an answer cannot be tinted; "" if it can be, or has no text. */
+function tintless(answer) {
+  if (!answer.text || hasTint(answer)) return "";
+  if (answer.edited) return "no probabilities: edited";
+  if (answer.dropped) return "no probabilities: this browser's store is full";
+  return answer.of ? "no probabilities: the server sent none" : "no probabilities: the page did not store them then";
+}
+
+/** Tint is off where no answer of the conversation has probabilities; its title says why. */
+function drawTint() {
+  const answers = answersOf(talk()).filter(answer => answer.text), can = !answers.length || answers.some(hasTint);
+  const why = can ? "" : [...new Set(answers.map(tintless))].join("; ");
+  $("tint").disabled = !can;
+  $("tint").checked = can && settings.tint;
+  $("tint").parentElement.title = why;
+  $("tint-name").textContent = can ? "Tint by probability" : "No probabilities to tint";
+  document.body.classList.toggle("tint", $("tint").checked);
 }
 
 /** A text is one stop of the Tab key, at the token that was visited last. */
@@ -50,16 +78,17 @@ const percent = logprob => `${(100 * Math.exp(logprob)).toFixed(logprob > Math.l
 function showTip(span) {
   const piece = pieceOf.get(span), tip = $("tip");
   if (!piece) return hideTip();
-  const row = (token, chosen) => {
+  const row = ([name, logprob], chosen) => {
     const share = el("i");
-    share.style.width = `${(100 * Math.exp(token.logprob)).toFixed(1)}%`;
-    return el("tr", { className: chosen ? "chosen" : "" }, el("th", { scope: "row" }, visible(token)),
-      el("td", {}, percent(token.logprob)), el("td", { className: "share" }, share), el("td", {}, chosen ? "chosen" : ""));
+    share.style.width = `${(100 * Math.exp(logprob)).toFixed(1)}%`;
+    return el("tr", { className: chosen ? "chosen" : "" }, el("th", { scope: "row" }, name),
+      el("td", {}, percent(logprob)), el("td", { className: "share" }, share), el("td", {}, chosen ? "chosen" : ""));
   };
-  const same = (a, b) => a.id !== undefined && b.id !== undefined ? a.id === b.id : a.token === b.token;
-  const rows = piece.tokens.flatMap(token => {
-    const others = piece.tokens.length > 1 ? [] : (token.top_logprobs ?? []).filter(top => !same(top, token));
-    return [token, ...others].sort((a, b) => b.logprob - a.logprob).map(one => row(one, one === token));
+  const [, tokens] = piece;
+  const rows = tokens.flatMap(token => {
+    const pairs = token.flatMap((name, at) => at % 2 || (at && tokens.length > 1) ? [] : [[name, token[at + 1]]]);
+    const [chosen] = pairs;
+    return pairs.sort((a, b) => b[1] - a[1]).map(pair => row(pair, pair === chosen));
   });
   tip.replaceChildren(el("table", {}, ...rows));
   tip.hidden = false;
@@ -75,7 +104,11 @@ function hideTip() { $("tip").hidden = true; }
 
 $("turns").addEventListener("pointerover", event => event.target.matches(".text span") ? showTip(event.target) : hideTip());
 $("turns").addEventListener("pointerleave", hideTip);
-$("turns").addEventListener("focusin", event => { if (event.target.matches(".text span")) showTip(event.target); });
+$("turns").addEventListener("focusin", ({ target }) => {
+  if (!target.matches(".text span")) return;
+  unfold(target.closest(".answer"), true);
+  showTip(target);
+});
 $("turns").addEventListener("focusout", hideTip);
 addEventListener("scroll", () => { if (!document.activeElement.matches(".text span")) hideTip(); }, { passive: true });
 $("turns").addEventListener("keydown", event => {

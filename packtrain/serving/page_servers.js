@@ -25,7 +25,8 @@ function store(name, value, where = localStorage) {
   return true;
 }
 
-const HINT = "Enter sends, Shift+Enter breaks the line, Esc stops. Arrow keys go through an answer's tokens.";
+const HINT = matchMedia("(pointer: coarse)").matches ? "Tap a token to see its probability and the likeliest others."
+  : "Enter sends, Shift+Enter breaks the line, Esc stops. Arrow keys go through an answer's tokens.";
 const say = (text = HINT) => { $("said").textContent = $("said").title = text; };
 const stem = path => path.split(/[\\/]/).pop().replace(/\.gguf$/i, "");
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;

@@ -56,6 +56,7 @@ async function write(turn, column, seed) {
     }
   }
   answer.control = undefined;
+  showAdded();
   view();
   busy();
   save();
@@ -76,17 +77,28 @@ async function take(turn, key, answer, response) {
 }
 
 function add(turn, key, answer, text, tokens) {
-  const low = innerHeight + scrollY > document.documentElement.scrollHeight - 60;
-  const fresh = pieces(text, tokens, answer.text === "");
+  answer.pieces.push(...pieces(text, tokens, answer.text === ""));
   answer.text += text;
-  answer.pieces.push(...fresh);
   answer.tokens += tokens.length;
   answer.likely += tokens.reduce((sum, token) => sum + token.logprob, 0);
-  const cell = views.get(turn)?.get(key);
-  if (cell?.text.isConnected && turn.answers[key] === answer) {
-    cell.text.append(...fresh.map(drawPiece));
+  unshown.set(answer, [turn, key]);
+  frame ??= requestAnimationFrame(showAdded);
+}
+
+const unshown = new Map();  // answers with text that the page does not show yet, and where they are
+let frame = null;
+
+/** Show what was added, once in a frame: a layout for each token would leave no time for keys and clicks. */
+function showAdded() {
+  frame = null;
+  const low = innerHeight + scrollY > document.documentElement.scrollHeight - 60;
+  for (const [answer, [turn, key]] of unshown) {
+    const cell = views.get(turn)?.get(key);
+    if (!cell?.text.isConnected || turn.answers[key] !== answer || answer.editing) continue;
+    cell.text.append(...answer.pieces.slice(cell.text.childElementCount).map(drawPiece));
     firstStop(cell.text);
   }
+  unshown.clear();
   if (low) scrollTo(0, document.documentElement.scrollHeight);
 }
 

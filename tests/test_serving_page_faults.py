@@ -37,14 +37,12 @@ PHONE = {"width": 360, "height": 740}
 
 def stream(text: str, has_logprobs: bool = True) -> str:
     """A streamed answer, a token for each word with its probability and one other."""
-    lines = []
+    lines = list[dict[str, Any]]()
     for n, token in enumerate(re.findall(r"\s*\S+", text)):
         other = {"token": "other", "logprob": math.log(0.25)}
         seen = {"token": token, "logprob": math.log(0.5 if n % 2 else 0.9), "top_logprobs": [other]}
-        choice: dict[str, Any] = {"delta": {"content": token}}
-        if has_logprobs:
-            choice["logprobs"] = {"content": [seen]}
-        lines.append({"choices": [choice]})
+        told = seen if has_logprobs else {"token": token, "logprob": None}
+        lines.append({"choices": [{"delta": {"content": token}, "logprobs": {"content": [told]}}]})
     lines.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
     return "".join(f"data: {json.dumps(line)}\n\n" for line in lines) + "data: [DONE]\n\n"
 
@@ -265,8 +263,13 @@ def test_a_phone_folds_controls_and_long_answers(served, opened):  # noqa: F811
     assert text.evaluate(height) < 300
     page.locator("#tools").click()
     assert page.locator("#columns").is_visible() and page.locator("#download").is_visible()
+    page.locator("#adjust").click()
     page.locator("#tools").click()
-    assert page.locator("#columns").is_hidden()
+    assert page.locator("#columns").is_hidden() and page.locator("#settings").is_hidden()
+    page.evaluate("$('settings').elements.temperature.value = '-1'")
+    page.fill("#question", "two")
+    page.press("#question", "Enter")
+    assert page.locator("[name=temperature]").is_visible(), "the setting that is wrong is shown"
 
 
 @pytest.mark.parametrize("size", [PHONE, {"width": 1120, "height": 600}])

@@ -17,7 +17,13 @@ function checked() {
   return false;
 }
 
+function openTools(open) {
+  document.body.classList.toggle("tools-open", open);
+  $("tools").setAttribute("aria-expanded", String(open));
+}
+
 function openSettings(open) {
+  if (open) openTools(true);  // on a narrow screen they fold together
   $("settings").hidden = !open;
   $("adjust").setAttribute("aria-expanded", String(open));
 }
@@ -43,10 +49,7 @@ $("tint").addEventListener("change", () => {
   store("settings", settings);
   drawTint();
 });
-$("tools").addEventListener("click", () => {
-  const open = document.body.classList.toggle("tools-open");
-  $("tools").setAttribute("aria-expanded", String(open));
-});
+$("tools").addEventListener("click", () => openTools(!document.body.matches(".tools-open")));
 
 say();
 drawChoices();

@@ -67,7 +67,7 @@ async function take(turn, key, answer, response) {
     if (event.error) throw event.error.code === 503 ? new Gone("The server was stopped while it answered; the text so far is kept.")
       : new Refusal(event.error.code ?? 500, event.error);
     const choice = event.choices?.[0];
-    if (choice?.delta?.content) add(turn, key, answer, choice.delta.content, choice.logprobs?.content ?? []);
+    if (choice?.delta?.content) add(turn, key, answer, choice.delta.content, (choice.logprobs?.content ?? []).filter(isSure));
     answer.finish = choice?.finish_reason ?? answer.finish;
     answer.speed = event.timings?.predicted_per_second ?? answer.speed;
     answer.count = event.usage?.completion_tokens ?? answer.count;

@@ -152,6 +152,6 @@ $("access").addEventListener("submit", event => {
   store("keys", keys, sessionStorage);
   $("access").hidden = true;
   $("key").value = "";
-  reread(address).catch(fault => say(fault.message));
+  reread(address).then(() => say(), fault => say(fault.message));
   $("question").focus();
 });

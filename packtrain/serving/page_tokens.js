@@ -19,11 +19,13 @@ function pieces(text, tokens, first) {
   return found;
 }
 
+const isSure = token => Number.isFinite(token.logprob);
+
 /** A token as it is stored with an answer: what it shows, its logprob, and those of the likeliest others in turn. */
 function told(token) {
   const same = other => token.id !== undefined && other.id !== undefined ? token.id === other.id : token.token === other.token;
   const both = one => [visible(one), Number(one.logprob.toFixed(3))];
-  return [token, ...(token.top_logprobs ?? []).filter(other => !same(other))].flatMap(both);
+  return [token, ...(token.top_logprobs ?? []).filter(other => isSure(other) && !same(other))].flatMap(both);
 }
 
 function textOf(tokens) {

@@ -260,6 +260,8 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
         ([{"words": 1, "more": 2}], r"line 1 has the fields words, more; a record is like"),
         ([{}], r"line 1 has no fields"),
         ([{"text": "a"}, {"messages": PAIR}], r"line 2 has no field text; all records of a file must be like"),
+        ([{"messages": [PAIR[0], {**PAIR[1], "weight": 2}]}], r"messages\[1\]: weight is 2; it must be 0 or 1"),
+        ([{"messages": [PAIR[0], {**PAIR[1], "weight": 0}]}], r"line 1 has no answer with a weight of 1 to train on"),
         ([{"messages": [{"role": "robot", "content": "a"}]}], r"messages\[0\]: role is 'robot'; it must be"),
         ([{"messages": [TURN]}], r"line 1 has no turn of the assistant"),
         ([{"messages": [PAIR[1]]}], r"line 1 has no answer of the assistant to train on"),
@@ -335,6 +337,20 @@ def test_options(tmp_path: Path, model: Path):
     ):  # fmt: skip
         (tmp_path / name).mkdir()
         assert texts(made(data, model, tmp_path / name, **how).train, model) == [wanted]
+
+
+def test_a_turn_with_weight_0_is_context(tmp_path: Path, model: Path):
+    context, learnt = {**PAIR[1], "weight": 0}, {**PAIR[1], "weight": 1}
+    records = [
+        {"messages": [PAIR[0], context, TURN, learnt]},
+        {"messages": [PAIR[0], learnt, TURN, context]},
+    ]
+    dataset = made(one(tmp_path, records), model, tmp_path)
+    assert texts(dataset.train, model) == [
+        "<s> user: why\nassistant: so</s> \nuser: a\nassistant:[[ so</s>]] \n",
+        "<s> user: why\nassistant:[[ so</s>]] \n",
+    ]
+    assert dataset.notes == ("data.jsonl: 2 records of messages",)
 
 
 def test_a_model_without_a_template(tmp_path: Path, model: Path):

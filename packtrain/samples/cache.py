@@ -14,7 +14,7 @@ from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 7  # increase it to rebuild all caches
+FORMAT = 8  # increase it to rebuild all caches
 # for some vocabularies the name decides how whitespace is treated
 VOCABULARY = ("tokenizer.", "general.name")
 

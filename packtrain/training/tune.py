@@ -3,7 +3,6 @@
 Trains LoRA adapters, or the matrices themselves; all frozen tensors are read in place from the file.
 """
 
-import hashlib
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config, check_context
-from packtrain.models.file import ModelFile, check_vocabularies, open_model
+from packtrain.models.file import ModelFile, check_vocabularies, fingerprint, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, stored_type, write_changed
 from packtrain.quant import dequantize, quantize
@@ -52,7 +51,6 @@ from packtrain.words import plural
 
 CONTEXT = 2048  # at most, without --ctx
 PART = 1 << 16  # values unpacked at a time, while the run holds all its memory
-EDGE = 256  # bytes at the beginning and end of a tensor that go into the fingerprint
 GROUPS = {"all": "*", "attn": "attn_*", "mlp": "ffn_*"}
 TEMPLATE = "tokenizer.chat_template"
 ADAPTER = "adapter.gguf"  # in the run folder
@@ -314,16 +312,6 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
         settings.chat_template and template_named(settings.chat_template),
         settings.preference is not None,
     )
-
-
-def fingerprint(model: ModelFile) -> str:
-    """Identifies the model: names, types and shapes of its tensors, and the first and last bytes of each."""
-    digest = hashlib.sha256()
-    for name, e in model.gguf.entries.items():
-        digest.update(f"{name} {e.dtype} {e.shape}\n".encode())
-        raw = model.gguf.array(name).reshape(-1).view(np.uint8)
-        digest.update(raw[:EDGE].tobytes() + raw[-EDGE:].tobytes())
-    return digest.hexdigest()[:16]
 
 
 # ---- LoRA adapters --------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def _batches(
         )
     size, learnt = (settings.batch_size, time), make
     if settings.distill is not None and settings.teacher is not None:
-        teacher = open_model(existing(settings.teacher, "--teacher"))
+        teacher = open_model(settings.teacher)
         check_vocabularies(model, teacher, "a teacher")
         if config.final_softcap:
             raise InputError(
@@ -307,6 +307,7 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
         settings.skip_bad,
         settings.chat_template and template_named(settings.chat_template),
         settings.preference is not None,
+        settings.columns,
     )
 
 

@@ -240,7 +240,7 @@ def _batches(
         )
     size, learnt = (settings.batch_size, time), make
     if settings.distill is not None and settings.teacher is not None:
-        teacher = open_model(settings.teacher)
+        teacher = open_model(existing(settings.teacher, "--teacher"))
         check_vocabularies(model, teacher, "a teacher")
         if config.final_softcap:
             raise InputError(

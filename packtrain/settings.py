@@ -29,6 +29,7 @@ T = TypeVar("T")
 # headings of the help, in order
 GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+COLUMNS = "columns or fields by other names: question=prompt,answer=completion; common names are recognized"
 WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 

@@ -25,7 +25,7 @@ LAYERS = {
     "settings": "errors words",
     "types": "",
     "dtypes": "types",
-    "gguf": "dtypes errors files",
+    "gguf": "dtypes errors files words",
     "child": "",
     "kernels": "collecting child errors types dtypes",
     "gpu": "",

@@ -12,7 +12,7 @@ from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.messages import Conversation, Message, Pair
-from packtrain.settings import option, positional, required
+from packtrain.settings import COLUMNS, option, positional, required
 from packtrain.tasks.chat import Chat, Talk, TooLong
 from packtrain.tasks.evaluate import Evaluate, evaluate, file_to_measure
 from packtrain.training.measure import Mean
@@ -50,6 +50,7 @@ class Compare:
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     skip_bad: bool = option(False, SKIP_BAD)
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     show: int = option(3, "answers to print side by side", least=0)
     html: Path | None = option(None, "write all answers as a page", metavar="FILE")
 
@@ -167,7 +168,7 @@ def _questions(settings: Compare) -> list[Question]:
     found = list[Question]()
     path, _ = file_to_measure(settings.data, None)
     for source in find_sources(path, SUFFIXES):
-        for record in Reader(source, skip_bad=settings.skip_bad):
+        for record in Reader(source, skip_bad=settings.skip_bad, columns=settings.columns):
             if len(found) < settings.count:
                 found.append(_question(record))
     if not found:

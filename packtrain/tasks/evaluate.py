@@ -27,7 +27,7 @@ from packtrain.models.config import check_context
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples import Recipe, prepare
-from packtrain.settings import option, positional, required, unescaped
+from packtrain.settings import COLUMNS, option, positional, required, unescaped
 from packtrain.tasks.speak import SWA_FULL, cache_dtype, check_cache
 from packtrain.tasks.through import Through
 from packtrain.template import template_named
@@ -89,6 +89,7 @@ class Evaluate:
         f"text between documents; {END_OF_TEXT} on its own line is recognized; '' for one text",
     )
     skip_bad: bool = option(False, SKIP_BAD)
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     cache_type: str | None = option(
         None,
@@ -255,12 +256,15 @@ def _samples(
         separator=_separator(settings),
         val_split=settings.val_split if part else 0.0,
         skip_bad=settings.skip_bad,
+        columns=settings.columns,
         template=settings.chat_template and template_named(settings.chat_template),
     )
     dataset = prepare(recipe, writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)
-    samples = dataset.valid if part == VALID and dataset.valid is not None else dataset.train
+    if part == VALID and dataset.valid is None:
+        raise InputError(f"--split valid: {path} has too few records; --val-split holds out none")
+    samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
     time = row_length(length, SampleBatches.lengths_of(samples))
     rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
     batches = SampleBatches(samples, rows, time, shuffle=False)

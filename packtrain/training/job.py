@@ -360,8 +360,8 @@ def _text(settings: TrainSettings) -> Text:
     separator = settings.sample_start if kept else settings.separator
     if separator is not None:
         separator = unescaped(separator)
-    split, skip = settings.val_split, settings.skip_bad
-    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept)
+    split, skip, columns = settings.val_split, settings.skip_bad, settings.columns
+    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept, columns)
 
 
 def check_split(val_split: float) -> None:

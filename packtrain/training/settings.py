@@ -11,7 +11,7 @@ from packtrain.errors import InputError
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import OPTIMIZERS
-from packtrain.settings import DATA, MEMORY, MODEL, OUTPUT, TRAINING, options
+from packtrain.settings import COLUMNS, DATA, MEMORY, MODEL, OUTPUT, TRAINING, options
 from packtrain.template import SOURCES
 from packtrain.training.schedule import KINDS
 
@@ -76,6 +76,7 @@ class RunSettings:
         0.05, "share of the data held out for validation if it has no valid file", least=0, most=0.5
     )
     skip_bad: bool = DATA(False, SKIP_BAD)
+    columns: str | None = DATA(None, COLUMNS, metavar="NAME=FIELD,…")
 
     batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
     grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1, most=10**6)

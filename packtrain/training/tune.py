@@ -311,6 +311,7 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
         settings.skip_bad,
         settings.chat_template and template_named(settings.chat_template),
         settings.preference is not None,
+        settings.columns,
     )
 
 

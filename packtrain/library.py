@@ -51,9 +51,9 @@ File = Any  # a path, or its text
 CALLBACKS = {field.name for field in fields(Callbacks) if field.init}
 
 
-def command(cls: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turn a function of settings into one of the library: its signature and docstring list settings and callbacks,
-    and its errors name keywords."""
+def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Turn a function of settings into one of the library: its signature and docstring list those of `cls` and the
+    callbacks, and its errors name keywords."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -64,6 +64,8 @@ def command(cls: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 error.args = tuple(keyworded(str(text)) for text in error.args)
                 raise
 
+        if cls is None:
+            return call
         call.__signature__ = _signature(cls, function)  # type: ignore[attr-defined]
         call.__doc__ = f"{inspect.getdoc(function)}\n\n{described(cls)}"
         return call
@@ -138,8 +140,11 @@ def finetune(model: File, data: File, **settings: Any) -> Trained:
     return tuning.finetune(*settings_of(TuneSettings, given))
 
 
+@command(None)
 def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
-    """Memory, time and choices of `train` or `finetune`, without running it: `plan(train, …)`.
+    """Memory, time and choices of `train` or `finetune`, without running it.
+
+        pt.plan(pt.finetune, "base.gguf", "chats.csv", memory="1GiB")
 
     `str()` is the table that the command prints. If no plan fits, returns the smallest, with the reason in `refusal`.
     Raises InputError.
@@ -256,6 +261,9 @@ class Run(Generic[R]):
             self._result.append(task(*given, **named))
         except BaseException as error:  # `result` raises it
             self._error.append(error)
+
+    def __repr__(self) -> str:
+        return f"Run({'done' if self.done else 'running; .stop() lets it save and end'})"
 
     def stop(self) -> None:
         """Ask the task to save and stop; `result` then reports that it was stopped."""

@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from packtrain.corpus.streams import SUFFIXES
 from packtrain.errors import InputError
 from packtrain.events import Callbacks, Counted
 from packtrain.files import write_text
@@ -185,8 +186,8 @@ def _records(data: Any, name: str) -> Iterator[dict[str, Any]]:
         data = data.to_dicts()
     elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
         data = data.to_dict("records")
-    elif hasattr(data, "column_names") and not isinstance(data.column_names, Mapping):  # datasets
-        data = list(data)
+    elif hasattr(data, "column_names") and hasattr(data, "__len__"):  # datasets, not streamed
+        data = data if isinstance(data, Mapping) else list(data)
     if not isinstance(data, list | tuple):
         raise InputError(
             f"{name} is a {type(data).__name__}",
@@ -196,6 +197,8 @@ def _records(data: Any, name: str) -> Iterator[dict[str, Any]]:
         raise InputError(f"{name} has no records; at least one is needed")
     for number, record in enumerate(data, 1):
         if isinstance(record, str):
+            if record.lower().endswith(SUFFIXES) and Path(record).exists():
+                raise InputError(f"{name}: record {number} is a file", "give one path, or a folder")
             yield {"text": record}
         elif isinstance(record, Mapping):
             yield {

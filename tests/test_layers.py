@@ -76,7 +76,7 @@ LAYERS = {
     "beams": "context generation tokenizer",
     "embedding": "context errors models words",
     "watch": "errors events words files settings memory planning",
-    "notebook": "errors events files stop kernels watch",
+    "notebook": "errors events files stop kernels corpus watch",
     "design": "errors ranks child words files dtypes tensor graph ops optim steps placing packing planning memory"
     " kernels cost speed recompute models context watch version backends",
     "training": "child ranks errors events words files settings dtypes tensor graph optim placing planning run memory"

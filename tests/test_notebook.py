@@ -140,6 +140,7 @@ def test_data_in_memory_becomes_a_file(tmp_path, monkeypatch):
         ([1], "record 1 is a int; it must be a dict or a text"),
         ([{"a": object()}], "record 1 has a object"),
         ({"x": 1}, "data is a dict"),
+        ([__file__.replace("test_notebook.py", "slow.txt")], "record 1 is a file; give one path"),
     ],
 )
 def test_other_data_is_refused(data, said):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from packtrain.training.schedule import usual_steps_per_eval
+from packtrain.training.schedule import steps_per_eval
 from packtrain.training.tune_defaults import (
     GOOD_UPDATES,
     MIN_UPDATES,
@@ -107,4 +107,4 @@ def test_a_resumed_run_has_the_choices_of_its_beginning(tmp_path):
 
 @pytest.mark.parametrize(("steps", "every"), [(4, 5), (40, 5), (51, 7), (300, 38), (10_000, 200)])
 def test_a_run_validates_about_eight_times(steps, every):
-    assert usual_steps_per_eval(steps) == every
+    assert steps_per_eval(None, steps) == every

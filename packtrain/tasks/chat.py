@@ -24,6 +24,7 @@ from packtrain.tasks.speak import (
 from packtrain.tasks.warm import warm
 from packtrain.template import ChatTemplate, choose_template, template_named, template_source
 from packtrain.training.settings import CHAT_TEMPLATE
+from packtrain.words import plural
 
 
 class TooLong(InputError):
@@ -66,6 +67,9 @@ class Talk:
 
     def _text(self, id: int | None) -> str:
         return "" if id is None else self._tokenizer.tokens[id].decode(errors="replace")
+
+    def __repr__(self) -> str:
+        return f"Talk({self._settings.model}: {plural(len(self.messages), 'message')})"
 
     def clear(self) -> None:
         """Start over with nothing but the system message."""

@@ -25,7 +25,7 @@ from packtrain.run import Session
 from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.batches import Batches
-from packtrain.training.schedule import Schedule, usual_steps_per_eval
+from packtrain.training.schedule import Schedule, steps_per_eval
 from packtrain.training.settings import FREE, RunSettings, TrainSettings
 from packtrain.words import plural
 
@@ -140,10 +140,8 @@ class Job:
             told(number, parts)
 
     @property
-    def steps_per_eval(self) -> int:
-        """Steps from one validation to the next; 0: only at the end."""
-        asked = self.settings.steps_per_eval
-        return usual_steps_per_eval(self.steps) if asked is None else asked
+    def steps_per_eval(self) -> int:  # 0: only at the end
+        return steps_per_eval(self.settings.steps_per_eval, self.steps)
 
     @property
     def validated(self) -> int:
@@ -358,8 +356,7 @@ def _text(settings: TrainSettings) -> Text:
     if settings.sample_start == "":
         raise InputError("--sample-start is empty; it must be some text")
     separator = settings.sample_start if kept else settings.separator
-    if separator is not None:
-        separator = unescaped(separator)
+    separator = separator and unescaped(separator)
     split, skip, columns = settings.val_split, settings.skip_bad, settings.columns
     return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept, columns)
 

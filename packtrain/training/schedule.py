@@ -57,6 +57,6 @@ class Schedule:
         return left / lengths[0]
 
 
-def usual_steps_per_eval(steps: int) -> int:
-    """Steps between two validations: about eight in a run, at least 5 steps apart, at most 200."""
-    return min(max(-(-steps // 8), 5), 200)
+def steps_per_eval(asked: int | None, steps: int) -> int:
+    """Steps between two validations: as asked, or about eight in a run, from 5 to 200 steps apart."""
+    return min(max(-(-steps // 8), 5), 200) if asked is None else asked

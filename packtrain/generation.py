@@ -24,6 +24,7 @@ from packtrain.tokenizer import Stream, Tokenizer
 from packtrain.words import plural
 
 NONE: Sequence[int] = ()
+LOOP_TOKENS, LOOP_REPEATS, LOOP_PERIOD = 160, 5, 256
 
 
 class Drafter(Protocol):
@@ -125,11 +126,26 @@ class Limits:
     count        after this many tokens; -1: no limit
     stops        before the first of these texts
     interrupted  called between runs of the model; ends the reply if true
+    loop_tokens  after a text that has repeated itself for so many tokens, see `loop_period`; 0: never
     """
 
     count: int = -1
     stops: tuple[str, ...] = ()
     interrupted: Callable[[], bool] = lambda: False
+    loop_tokens: int = 0
+
+
+def loop_period(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> int:
+    """Length of the shortest piece of text that fills the end of `ids`, or 0 where none does.
+
+    The piece stands there at least LOOP_REPEATS times in a row, over at least `min_tokens` tokens: short repetitions,
+    lists and tables, whose rows differ, are no loops.
+    """
+    for period in range(1, min(len(ids) // LOOP_REPEATS, LOOP_PERIOD) + 1):
+        start = len(ids) - max(min_tokens, LOOP_REPEATS * period)
+        if ids[-1] == ids[-1 - period] and start >= 0 and ids[start:-period] == ids[start + period :]:
+            return period
+    return 0
 
 
 def check_prompt(prompt: Sequence[int], size: int) -> None:
@@ -147,7 +163,7 @@ def check_prompt(prompt: Sequence[int], size: int) -> None:
 class Reply:
     """The model's reply to a prompt; iterate over it for pieces of text as they are complete.
 
-    Afterwards `ended` is the reason: end, stop, count, context or interrupted; `ids` are its tokens, `reading` and
+    Afterwards `ended` is the reason: end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading` and
     `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at most
     `draft_max` at once, and those that were right.
     """
@@ -240,6 +256,8 @@ class Reply:
             self.ended = "count"
         elif not self._room:
             self.ended = "context"
+        elif self._limits.loop_tokens and loop_period(self.ids, self._limits.loop_tokens):
+            self.ended = "loop"
         return bool(self.ended)
 
 

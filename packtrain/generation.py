@@ -143,7 +143,11 @@ def loop_period(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> int:
     """
     for period in range(1, min(len(ids) // LOOP_REPEATS, LOOP_PERIOD) + 1):
         start = len(ids) - max(min_tokens, LOOP_REPEATS * period)
-        if ids[-1] == ids[-1 - period] and start >= 0 and ids[start:-period] == ids[start + period :]:
+        if (
+            ids[-1] == ids[-1 - period]
+            and start >= 0
+            and ids[start:-period] == ids[start + period :]
+        ):
             return period
     return 0
 
@@ -163,9 +167,9 @@ def check_prompt(prompt: Sequence[int], size: int) -> None:
 class Reply:
     """The model's reply to a prompt; iterate over it for pieces of text as they are complete.
 
-    Afterwards `ended` is the reason: end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading` and
-    `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at most
-    `draft_max` at once, and those that were right.
+    Afterwards `ended` is the reason: end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading`
+    and `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at
+    most `draft_max` at once, and those that were right.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from packtrain.context import Context
-from packtrain.generation import Limits, Pieces, Speed, chain_of, check_prompt, loop_period
+from packtrain.generation import Limits, Pieces, Speed, chain_of, check_prompt, is_loop
 from packtrain.sampling import Chain, Constraint, Given, Sampling
 from packtrain.tokenizer import Stream, Tokenizer
 
@@ -110,5 +110,5 @@ class Answers:
                 answer.end("count")
             elif room < len(going) or len(self.prompt) + len(answer.ids) > self._size:
                 answer.end("context")
-            elif self._limits.loop_tokens and loop_period(answer.ids, self._limits.loop_tokens):
+            elif self._limits.loop_tokens and is_loop(answer.ids, self._limits.loop_tokens):
                 answer.end("loop")

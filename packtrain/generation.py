@@ -25,6 +25,7 @@ from packtrain.words import plural
 
 NONE: Sequence[int] = ()
 LOOP_TOKENS, LOOP_REPEATS, LOOP_PERIOD = 160, 5, 256
+LOOP_WINDOW, LOOP_RUN, LOOP_DISTINCT = 256, 12, 0.15
 
 
 class Drafter(Protocol):
@@ -126,7 +127,7 @@ class Limits:
     count        after this many tokens; -1: no limit
     stops        before the first of these texts
     interrupted  called between runs of the model; ends the reply if true
-    loop_tokens  after a text that has repeated itself for so many tokens, see `loop_period`; 0: never
+    loop_tokens  after a text that has repeated itself for so many tokens, see `is_loop`; 0: never
     """
 
     count: int = -1
@@ -135,11 +136,12 @@ class Limits:
     loop_tokens: int = 0
 
 
-def loop_period(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> int:
-    """Length of the shortest piece of text that fills the end of `ids`, or 0 where none does.
+def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
+    """Whether the end of a text repeats itself.
 
-    The piece stands there at least LOOP_REPEATS times in a row, over at least `min_tokens` tokens: short repetitions,
-    lists and tables, whose rows differ, are no loops.
+    A piece of text stands there at least LOOP_REPEATS times in a row, over at least `min_tokens` tokens; or nearly all
+    runs of LOOP_RUN tokens among the last LOOP_WINDOW have stood there before: a loop with a stumble now and then.
+    Short repetitions are no loops, nor are lists and tables of which a word in each row differs.
     """
     for period in range(1, min(len(ids) // LOOP_REPEATS, LOOP_PERIOD) + 1):
         start = len(ids) - max(min_tokens, LOOP_REPEATS * period)
@@ -148,8 +150,12 @@ def loop_period(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> int:
             and start >= 0
             and ids[start:-period] == ids[start + period :]
         ):
-            return period
-    return 0
+            return True
+    if len(ids) < LOOP_WINDOW or len(ids) % LOOP_RUN:
+        return False
+    last = ids[-LOOP_WINDOW:]
+    runs = [*zip(*(last[at:] for at in range(LOOP_RUN)), strict=False)]
+    return len(set(runs)) <= LOOP_DISTINCT * len(runs)
 
 
 def check_prompt(prompt: Sequence[int], size: int) -> None:
@@ -260,7 +266,7 @@ class Reply:
             self.ended = "count"
         elif not self._room:
             self.ended = "context"
-        elif self._limits.loop_tokens and loop_period(self.ids, self._limits.loop_tokens):
+        elif self._limits.loop_tokens and is_loop(self.ids, self._limits.loop_tokens):
             self.ended = "loop"
         return bool(self.ended)
 

@@ -9,7 +9,7 @@ import pytest
 
 import packtrain as pt
 from packtrain.commands import chat, generate
-from packtrain.generation import LOOP_REPEATS, LOOP_TOKENS, loop_period
+from packtrain.generation import LOOP_REPEATS, LOOP_TOKENS, is_loop
 from packtrain.gguf import Value
 from packtrain.tasks.chat import Chat
 from packtrain.tasks.generate import Generate
@@ -25,8 +25,18 @@ def test_a_piece_that_repeats_itself_is_a_loop(period: int) -> None:
     piece = [*range(period)]
     length = max(LOOP_TOKENS, LOOP_REPEATS * period)
     loop = [1000, 1001, *(piece * length)[:length]]
-    assert loop_period(loop) == period
-    assert loop_period(loop[:-1]) == 0 == loop_period([*loop, 2000])
+    assert is_loop(loop)
+    assert not is_loop(loop[:-1]) and not is_loop([*loop, 2000])
+
+
+def test_a_loop_that_stumbles_now_and_then_is_a_loop() -> None:
+    rng = random.Random(0)
+    text = [*range(100, 150)]
+    for _ in range(
+        60
+    ):  # as of a model that answers "Where are my taxes?", and at times begins a new line
+        text += [1, 2, 3, 4, 5, 6, *([7] if rng.random() < 0.1 else [])]
+    assert any(is_loop(text[:end]) for end in range(len(text) + 1))
 
 
 def test_what_people_want_repeated_is_no_loop() -> None:
@@ -34,9 +44,12 @@ def test_what_people_want_repeated_is_no_loop() -> None:
     ha = [5, 6] * (LOOP_TOKENS // 2 - 1)
     numbered = [t for i in range(60) for t in (1, 100 + i, 3, 4, 5)]  # a list whose rows differ
     table = [t for _ in range(40) for t in (7, rng.randrange(50), 7, rng.randrange(50), 7, 8)]
+    code = [
+        t for i in range(20) for t in (*range(300, 340), 900 + i)
+    ]  # the same statement of other names
     poem = [t for i in range(6) for t in (*range(20 * i, 20 * i + 20), *range(900, 950))]
-    for text in (ha, numbered, table, poem, []):
-        assert not any(loop_period(text[:end]) for end in range(len(text) + 1))
+    for text in (ha, numbered, table, code, poem, []):
+        assert not any(is_loop(text[:end]) for end in range(len(text) + 1))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ caller.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,9 @@ class Events:
 
     def sample(self, text: str) -> None:
         """Text that the model generates after --sample-prompt."""
+
+    def answers(self, answers: Sequence[Any]) -> None:
+        """Answers of base and tuned model to held-out questions (`tasks.behaviour.CheckedAnswer`), after a run."""
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""

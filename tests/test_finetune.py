@@ -32,7 +32,7 @@ from tests.test_train import said, signal_after, weights
 
 FEW = [
     *("--batch-size", "2", "--ctx", "64", "--lr", "0.01", "--val-batches", "2"),
-    *("--no-tensorboard", "--val-split", "0.2"),
+    *("--no-tensorboard", "--val-split", "0.2", "--check-answers", "0"),
 ]
 
 

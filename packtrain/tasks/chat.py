@@ -36,7 +36,9 @@ class Chat(Speaking):
     """Chat with a model."""
 
     system: str | None = option(None, "system message", flags="-sys")
-    n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", least=-1)
+    n_predict: int = option(
+        1024, "most tokens of an answer; -1: until the context is full", flags="-n", least=-1
+    )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
@@ -62,6 +64,7 @@ class Talk:
         self._drafter = drafter(settings, model, self.cells)
         self._generator = load_generator(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0
+        self.max_tokens = settings.n_predict
         self.messages: list[dict[str, str]] = []
         self.clear()
 
@@ -90,7 +93,8 @@ class Talk:
         try:
             ids = self._ids()
             with self._events.stopping() as stopped:
-                limits = Limits(self._settings.n_predict, self._settings.stop, stopped)
+                s = self._settings
+                limits = Limits(s.n_predict, s.stop, stopped, s.loop_tokens)
                 done = self._reply(ids, limits)
         except InputError:
             self.messages.pop()

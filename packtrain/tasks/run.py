@@ -27,6 +27,7 @@ from packtrain.ranks import here, joined
 from packtrain.sampling import Sampling
 from packtrain.settings import to_yaml
 from packtrain.tasks.alike import check_alike
+from packtrain.tasks.behaviour import ANSWERS
 from packtrain.tasks.ready import Prepare, Ready, facts
 from packtrain.tasks.trained import Trained
 from packtrain.tasks.watched import Show, watched
@@ -243,6 +244,7 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
             "checkpoint*.gguf",
             "best.gguf",
             "metrics.jsonl",
+            ANSWERS,
             "samples.jsonl",
             "reference.npz",
             "events.*",

@@ -7,6 +7,7 @@ from typing import Any
 
 from packtrain.notebook import Html, table, to_frame
 from packtrain.planning import size_text
+from packtrain.tasks.behaviour import CheckedAnswer, read_answers
 from packtrain.tasks.ready import Ready
 from packtrain.training.state import Progress
 from packtrain.watch import METRICS
@@ -39,6 +40,11 @@ class Trained:
         """Of the result's validation on conversations: in how many answers the token that ends them was the likeliest,
         and in how many not cut off; (0, 0) if unknown, as with mask_prompt=False."""
         return self.progress.ends
+
+    @property
+    def answers(self) -> tuple[CheckedAnswer, ...]:
+        """Held-out questions with the answers of base and tuned model, and whether each ended by itself."""
+        return read_answers(self.folder)
 
     @property
     def losses(self) -> list[float]:

@@ -345,7 +345,7 @@ def run_folder(output: Path) -> Path:
 FREE_NAMES = """
 model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
 val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
-sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
+check_answers sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
 zero device_memory offload
 """
 FREE = frozenset(FREE_NAMES.split())

@@ -50,6 +50,13 @@ class TuneSettings(RunSettings):
         metavar="NAME=TYPE",
     )
 
+    check_answers: int = OUTPUT(
+        3,
+        "after the run, base and tuned model answer so many held-out questions, side by side; 0: none",
+        least=0,
+        most=100,
+    )
+
     full: bool = TRAINING(False, "train the weights themselves instead of a LoRA adapter")
     masters: str = TRAINING(
         "f32",

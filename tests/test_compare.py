@@ -216,7 +216,7 @@ def test_a_judge_that_does_not_end_is_ended(monkeypatch):
 
 def test_scores_are_numbers_or_truths():
     command = command_of(f"{sys.executable} -c \"print('True\\nfalse\\n -0.5 ')\"")
-    assert judged(command, [{"answer": "a"}] * 3) == [1.0, 0.0, -0.5]
+    assert judged(command, [{"answer": "a"}] * 2 + [{"answer": "\ud800"}]) == [1.0, 0.0, -0.5]
 
 
 def test_a_temperature_makes_other_answers_and_the_same_ones_again(folder):

@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
     data = str(folder / "chats.jsonl")
     given = [str(folder / f"{base}.gguf"), "--data", data, "-o", str(output), *FEW]
-    rank = [] if "--full" in more else ["--lora-rank", "4"]
+    rank = [] if "--full" in more else ["--lora-rank", "4", "--lora-alpha", "32"]
     return main(["finetune", *given, *rank, *more])
 
 

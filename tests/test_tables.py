@@ -226,7 +226,10 @@ def test_columns(tmp_path: Path, vocab: Path, name: str):
     reader = Reader(Source(path))
     records = list(reader)
     assert [record.messages for record in records[:2]] == [PAIR, [*PAIR, *PAIR]]
-    assert reader.notes == [f"{name}: 600 records of messages"]
+    assert reader.notes == [
+        f"{name}: 600 records of messages",
+        f"{name}: 598 records repeat another, word for word",
+    ]
     assert records[299].where == f"{path}: row 300"
     with pytest.raises(InputError, match=r"row 1 has no field text.*conversations are for packtr"):
         parts_of(path, vocab)

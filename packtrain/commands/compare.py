@@ -1,6 +1,7 @@
 """packtrain compare: models side by side on conversations: losses, right answers, wins, examples; as a page, too."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from html import escape
@@ -78,6 +79,8 @@ def as_json(found: Compared) -> str:
         | {name: sum(of) / len(of) for field, name in shares.items() if (of := getattr(one, field))}
         for one in found.subjects
     ]
+    for mean in (mean for model in models for mean in (model["loss"], model["text"]) if mean):
+        mean["error"] = mean["error"] if math.isfinite(mean["error"]) else None
     questions = [{"question": q.text, "reference": q.answer} for q in found.questions]
     return json.dumps({"questions": questions, "models": models}, ensure_ascii=False) + "\n"
 

@@ -31,7 +31,11 @@ def judged(command: Sequence[str], answers: Sequence[Mapping[str, str]]) -> list
     request = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
     try:
         done = subprocess.run(
-            command, input=request.encode(), capture_output=True, timeout=limit, check=False
+            command,
+            input=request.encode(errors="replace"),
+            capture_output=True,
+            timeout=limit,
+            check=False,
         )
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from None

@@ -340,7 +340,8 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
     ranks = {kind: rank or _rank(TuneSettings.lora_rank[0])[1] for kind, rank in ranks.items()}
     alpha = settings.lora_alpha
     if alpha is None:
-        alpha = usual_alpha(settings.rslora, _rank(settings.lora_rank[0])[1])
+        plain = [text for text in settings.lora_rank if "=" not in text]
+        alpha = usual_alpha(settings.rslora, _rank([*TuneSettings.lora_rank, *plain][-1])[1])
     if settings.rslora:
         if len(set(ranks.values())) > 1:
             raise InputError("--rslora: all ranks must be equal, because an adapter has one alpha")

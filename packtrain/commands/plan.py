@@ -48,12 +48,16 @@ class Drawn:
 
 @dataclass(frozen=True)
 class PlanTrain(Drawn, TrainSettings):
-    pass
+    COMMON = (
+        "data preset vocab_size memory iters epochs batch_size ctx recompute nproc html json map"
+    )
 
 
 @dataclass(frozen=True)
 class PlanTune(Drawn, TuneSettings):
-    pass
+    COMMON = (
+        "data memory iters epochs batch_size ctx lora_rank full merge recompute nproc html json map"
+    )
 
 
 def run(settings: PlanTrain | PlanTune) -> int:

@@ -34,6 +34,8 @@ class TooLong(InputError):
 class Chat(Speaking):
     """Chat with a model."""
 
+    COMMON = "system n_predict temp top_k top_p seed lora ctx chat_template"
+
     system: str | None = option(None, "system message", flags="-sys")
     n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", least=-1)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")

@@ -111,14 +111,12 @@ def rate_of(text: str) -> float:
 
 
 def _of_ranks(ready: Ready, step: Shared, ranks: int, link: str) -> str:
-    positions, learnt = (
-        ranks * n / step.seconds for n in (ready.plans.shape.positions, ready.learnt)
-    )
+    speed = ranks * ready.plans.shape.positions / step.seconds
     hidden = max(1 - step.waiting / step.exchanging, 0.0)
     return (
         f"each of {ranks} processes: {step.seconds:.3g} s a step, of which {step.waiting:.3g} s wait for its link of"
         f" {link}; it is busy {step.exchanging:.3g} s, {hidden:.0%} of them while the process computes;"
-        f" together {speed_text(positions, learnt)}"
+        f" together {speed_text(speed)}"
     )
 
 

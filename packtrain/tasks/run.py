@@ -41,7 +41,7 @@ from packtrain.training.state import Progress, previous
 from packtrain.training.teacher import teach
 from packtrain.watch import METRICS, Watch
 from packtrain.watch.metrics import read
-from packtrain.watch.progress import clock
+from packtrain.watch.progress import clock, memory_text
 from packtrain.words import plural
 
 SAMPLE_TOKENS = 64
@@ -183,7 +183,7 @@ def _train(
     with (
         events.stopping() as stopped,
         Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
-        events.training(job.steps, total, settings.steps_per_report),
+        events.training(job.steps, total, settings.steps_per_report, prepared.budget),
     ):
         show(folder, lambda: watch.peak.nbytes)
         if not _taught(prepared, folder, events, stopped):
@@ -327,8 +327,8 @@ def devices(plans: Plans) -> dict[str, dict[str, int]]:
 def _report(done: Trained) -> Iterator[str]:
     progress, job = done.progress, done.plan.job
     yield (
-        f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'token')} in {clock(progress.seconds)}; "
-        f"memory: peak {size_text(done.peak_nbytes)}, planned {size_text(done.plan.planned_nbytes)}"
+        f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'learnt token')} in"
+        f" {clock(progress.seconds)}; {memory_text(done.peak_nbytes, done.plan.planned_nbytes, done.plan.budget)}"
     )
     for space, of in devices(done.plan.plans).items():
         planned, peak = of["planned_bytes"], of["peak_bytes"]

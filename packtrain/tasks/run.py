@@ -25,7 +25,7 @@ from packtrain.picture import page
 from packtrain.planning import size_text
 from packtrain.ranks import here, joined
 from packtrain.sampling import Sampling
-from packtrain.settings import to_yaml
+from packtrain.settings import to_yaml, yaml
 from packtrain.tasks.alike import check_alike
 from packtrain.tasks.ready import Prepare, Ready, facts
 from packtrain.tasks.watched import Show, watched
@@ -110,6 +110,7 @@ def _joined(
     after: Callable[[Ready, Progress, Events], None],
 ) -> Trained:
     """The run, as one of its ranks."""
+    yaml()  # which writes the settings: now, not inside the plan's memory
     with watched(settings, events.message) as show:
         prepared = prepare(settings, events.message)
         check_alike(prepared)
@@ -180,6 +181,7 @@ def _train(
     writes = here().rank == 0
     if writes:
         _begin_folder(settings, prepared)
+        settle()  # drawing a large plan took megabytes
     with (
         events.stopping() as stopped,
         Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
@@ -198,7 +200,7 @@ def _train(
             watch.resume(fit.progress.step)
             if prepared.found is None:
                 before(fit, events, stopped)
-            settle()  # drawing a large plan and filling the weights took megabytes
+            settle()  # filling the weights took megabytes
             fit.go(watch, stopped)
         except Interrupted as error:
             events.message(f"{error}; continue with: {prepared.resume}")

@@ -65,7 +65,9 @@ class Events:
         """A run is planned (`tasks.ready.Ready`) and starts now."""
 
     @contextmanager
-    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
+    def training(
+        self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
+    ) -> Iterator[None]:
         """Steps are reported inside this block."""
         yield
 
@@ -121,7 +123,9 @@ class Callbacks(Events):
         _call(self.on_plan, ready)
 
     @contextmanager
-    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
+    def training(
+        self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
+    ) -> Iterator[None]:
         self._steps = steps
         yield
 

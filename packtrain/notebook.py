@@ -116,12 +116,13 @@ class Library(Callbacks):
             self.message(text)
 
     @contextmanager
-    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
-        show = display()
-        with super().training(steps, planned_nbytes, report_every):
+    def training(
+        self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
+    ) -> Iterator[None]:
+        show, sizes = display(), (steps, planned_nbytes, report_every, limit_nbytes)
+        with super().training(*sizes):
             if show is not None and self.on_step is None:
-                bar = Bar(show, steps)
-                self._line = ProgressLine(sys.stdout, steps, planned_nbytes, report_every, bar)
+                self._line = ProgressLine(sys.stdout, *sizes, Bar(show, steps))
             yield
         self._line = None
 

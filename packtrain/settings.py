@@ -6,7 +6,8 @@
         temp: float = option(0.8, "temperature; 0 takes the likeliest token", flags="--temperature")
 
 A field `batch_size` is the flag `--batch-size` and the YAML key `batch_size`; a bool has `--x` and `--no-x`;
-`X | None` is unset by default; a tuple's flag may be repeated.
+`X | None` is unset by default; a tuple's flag may be repeated. A class with many options names those that a short
+help shows, in its order: `COMMON = "temp top_k seed"`.
 """
 
 import argparse

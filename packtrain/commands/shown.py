@@ -63,8 +63,12 @@ class Shown(Events):
         self.message(ready.ended or "\n".join([str(ready), *ready.notes]))
 
     @contextmanager
-    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
-        self._progress = ProgressLine(self._stream, steps, planned_nbytes, report_every)
+    def training(
+        self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
+    ) -> Iterator[None]:
+        self._progress = ProgressLine(
+            self._stream, steps, planned_nbytes, report_every, limit_nbytes
+        )
         try:
             yield
         finally:

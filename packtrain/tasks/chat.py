@@ -35,6 +35,8 @@ class TooLong(InputError):
 class Chat(Speaking):
     """Chat with a model."""
 
+    COMMON = "system n_predict temp top_k top_p seed lora ctx chat_template"
+
     system: str | None = option(None, "system message", flags="-sys")
     n_predict: int = option(
         1024, "most tokens of an answer; -1: until the context is full", flags="-n", least=-1

@@ -54,6 +54,8 @@ SPLIT: Rule = "val_split", lambda s: s.split is None, "without --split"
 class Evaluate:
     """Measure models on a text or on conversations."""
 
+    COMMON = "data split ctx lora compare skip_bad separator chat_template"
+
     model: tuple[Path, ...] = positional("the model, a GGUF file; several are compared")
     data: Path = required(
         "text or conversations, in any form that `packtrain data` reads; of a folder, the test file, else valid,"

@@ -46,6 +46,8 @@ IDLE: tuple[Rule, ...] = (
 class Generate(Speaking):
     """Generate text after a prompt."""
 
+    COMMON = "prompt file n_predict temp top_k top_p seed stop json_schema lora ctx parallel"
+
     prompt: str | None = option(None, "text to continue", flags="-p")
     file: Path | None = option(None, "read the prompt from this file", flags="-f")
     n_predict: int = option(

@@ -25,7 +25,7 @@ from packtrain.picture import page
 from packtrain.planning import size_text
 from packtrain.ranks import here, joined
 from packtrain.sampling import Sampling
-from packtrain.settings import to_yaml
+from packtrain.settings import to_yaml, yaml
 from packtrain.tasks.alike import check_alike
 from packtrain.tasks.behaviour import ANSWERS
 from packtrain.tasks.ready import Prepare, Ready, facts
@@ -42,7 +42,7 @@ from packtrain.training.space import check_space, resumable
 from packtrain.training.state import Progress, previous
 from packtrain.training.teacher import teach
 from packtrain.watch import Watch
-from packtrain.watch.progress import clock
+from packtrain.watch.progress import clock, memory_text
 from packtrain.words import plural
 
 SAMPLE_TOKENS = 64
@@ -81,6 +81,7 @@ def _joined(
     after: Callable[[Ready, Progress, Events], None],
 ) -> Trained:
     """The run, as one of its ranks."""
+    yaml()  # which writes the settings: now, not inside the plan's memory
     with watched(settings, events.message) as show:
         prepared = prepare(settings, events.message)
         check_alike(prepared)
@@ -153,10 +154,11 @@ def _train(
     writes = here().rank == 0
     if writes:
         _begin_folder(settings, prepared)
+        settle()  # drawing a large plan took megabytes
     with (
         events.stopping() as stopped,
         Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
-        events.training(job.steps, total, settings.steps_per_report),
+        events.training(job.steps, total, settings.steps_per_report, prepared.budget),
     ):
         show(folder, lambda: watch.peak.nbytes)
         if not _taught(prepared, folder, events, stopped):
@@ -171,7 +173,7 @@ def _train(
             watch.resume(fit.progress.step)
             if prepared.found is None:
                 before(fit, events, stopped)
-            settle()  # drawing a large plan and filling the weights took megabytes
+            settle()  # filling the weights took megabytes
             fit.go(watch, stopped)
         except Interrupted as error:
             events.notice(f"{error}; continue with: {prepared.resume}")
@@ -303,8 +305,8 @@ def devices(plans: Plans) -> dict[str, dict[str, int]]:
 def _report(done: Trained) -> Iterator[str]:
     progress, job = done.progress, done.plan.job
     yield (
-        f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'token')} in {clock(progress.seconds)}; "
-        f"memory: peak {size_text(done.peak_nbytes)}, planned {size_text(done.plan.planned_nbytes)}"
+        f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'learnt token')} in"
+        f" {clock(progress.seconds)}; {memory_text(done.peak_nbytes, done.plan.planned_nbytes, done.plan.budget)}"
     )
     for space, of in devices(done.plan.plans).items():
         planned, peak = of["planned_bytes"], of["peak_bytes"]

@@ -43,6 +43,8 @@ REQUESTS = 128 << 20  # bytes that requests need while they are read and answere
 class Serve(Sampling, Speaker):
     """Settings of the server: llama-server's names and defaults, where it has them."""
 
+    COMMON = "host port api_key alias lora ctx parallel n_predict temp memory ui chat_template"
+
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
     port: int = option(8080, "port to listen on; 0: any that is free", least=0, most=65535)
     alias: str | None = option(

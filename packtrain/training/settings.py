@@ -279,6 +279,11 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class TrainSettings(RunSettings):
+    COMMON = (
+        "data output preset vocab_size memory iters epochs lr batch_size ctx val_split patience "
+        "watch seed resume overwrite"
+    )
+
     preset: str = MODEL("1m", "size of the model, by its parameters", choices=tuple(PRESETS))
     dim: int | None = MODEL(None, "width of the embedding (default: the preset's)", least=1)
     layers: int | None = MODEL(None, "number of blocks (default: the preset's)", least=1, most=1024)

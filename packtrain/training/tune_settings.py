@@ -16,6 +16,8 @@ LORA_RATE, FULL_RATE = 2e-4, 1e-5
 
 @dataclass(frozen=True)
 class TuneSettings(RunSettings):
+    COMMON = "data output memory epochs iters lr lora_rank ctx full merge val_split seed resume overwrite"
+
     model: Path | None = positional("the base model, a GGUF file", None)
     output: Path = OUTPUT(
         Path("tuned.gguf"),

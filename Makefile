@@ -95,7 +95,7 @@ $(BASE): | $(VENV)/.ready
 	rm -rf $(REAL)/package
 
 # What packtrain promises, seen on that base: a table. It takes hours; PARTS=eval,memory does less.
-PARTS ?= first,eval,memory,tune8,tune60,tutorial,llama,resume
+PARTS ?= first,style,eval,memory,tune8,tune60,tutorial,llama,resume
 DATA ?= ../shared/data/chat/gsm8k_train.jsonl
 TEXT ?= ../shared/data/text/wikitext-2-raw/wiki.test.raw
 STORIES ?= ../shared/data/text/tinystories_sample.txt

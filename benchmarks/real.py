@@ -1,6 +1,7 @@
 """What packtrain promises, seen on a real base, as a table: python -m benchmarks.real [--parts first,eval] [--short]
 
     first     inspect, generate and chat answer
+    style     the guide's commands, as they stand, on a made-up support desk: answers in its style with three seeds
     eval      perplexity of a text in windows, as llama-perplexity finds it
     memory    finetune inside 1 GiB, 700 MiB and its smallest budget, children counted, kernels compiled and not
     tune8     8 steps: validation falls, and the merged file, as large as the base, keeps what the adapter learnt on
@@ -21,14 +22,37 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.real_base import PARTS, Row, Setup
+from benchmarks.first_tune import style
+from benchmarks.real_base import (
+    Row,
+    Setup,
+    first,
+    llama,
+    memory,
+    perplexity,
+    resume,
+    tune_few,
+    tune_many,
+    tutorial,
+)
 from tests.real import BASE
 
 ROOT = Path(__file__).parent.parent
+PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
+    "first": first,
+    "style": style,
+    "eval": perplexity,
+    "memory": memory,
+    "tune8": tune_few,
+    "tune60": tune_many,
+    "tutorial": tutorial,
+    "llama": llama,
+    "resume": resume,
+}
 HEADING = "| part | what | found | wanted | |\n|---|---|---|---|---|"
 
 

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -327,15 +327,3 @@ def resume(setup: Setup) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(dir=setup.work) as made:
         steps = survive(Path(made), 5, 0, Kind(prepare, flags, results))
     yield Row("5 kills", f"{steps} steps, weights and metrics equal", "bit for bit", True)
-
-
-PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
-    "first": first,
-    "eval": perplexity,
-    "memory": memory,
-    "tune8": tune_few,
-    "tune60": tune_many,
-    "tutorial": tutorial,
-    "llama": llama,
-    "resume": resume,
-}

@@ -13,23 +13,28 @@ from tests.browser import Served, chromium
 IMAGES = Path(__file__).parent.parent / "docs/images"
 WIDE, PHONE = {"width": 1120, "height": 600}, {"width": 360, "height": 720}
 PICTURES = {"light": (WIDE, "light"), "dark": (WIDE, "dark"), "phone": (PHONE, "light")}
-QUESTION = "Anna has 5 apples and buys 7 more. How many apples does she have?"
+QUESTION = "My kettle arrived broken. What should I do?"
 
 
 def picture(page: Any, address: str, question: str, path: Path) -> None:
     """Ask, point at a token, and take the picture."""
     page.goto(address)
-    page.locator(".column").nth(1).wait_for()
+    page.locator(".column").nth(1).wait_for(state="attached")
+    folds = page.locator("#tools").is_visible()
+    if folds:
+        page.click("#tools")
     page.click("#adjust")
     page.fill("#settings [name=temperature]", "0")
     page.fill("#settings [name=max_tokens]", "40")
     page.click("#adjust")
     page.check("#tint")
+    if folds:
+        page.click("#tools")
     page.fill("#question", question)
     page.press("#question", "Enter")
     page.locator("#stop").wait_for(state="visible")
     page.locator("#stop").wait_for(state="hidden", timeout=300_000)
-    page.get_by_role("button", name="Keep: answer of tuned").click()
+    page.locator("[data-does=keep]").nth(1).click()
     spans = page.locator(".answer").nth(1).locator(".text span")
     doubts = spans.evaluate_all(
         "all => all.map(one => parseInt(one.style.getPropertyValue('--doubt')))"

@@ -1,7 +1,7 @@
 """Whether finetune's defaults are near the best settings: python -m benchmarks.tuning_defaults BASE.gguf …
 
-For each base and each of four small data sets (a support desk's style, a persona, GSM8K, tool calls): LoRA runs with the
-default learning rate and length, and with learning rates and lengths around them. Printed is the held-out gain, the
+For each base and each of four small data sets (a support desk's style, a persona, GSM8K, tool calls): LoRA runs with
+the default learning rate and length, and with learning rates and lengths around them. Printed is the held-out gain, the
 validation loss of the base less that of the tuned model in nats per token, as a mean over seeds, and what share of the
 best setting's gain the default has. Results are kept in a JSON Lines file, so that a second call adds what is missing.
 """

@@ -109,6 +109,10 @@ def _names() -> list[str]:
     return [*names, *importlib.import_module("packtrain.ops").__all__]
 
 
+def __dir__() -> list[str]:
+    return _names()
+
+
 def __getattr__(name: str) -> typing.Any:
     """What is loaded on first use."""
     if name == "__all__":

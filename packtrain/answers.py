@@ -4,13 +4,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 from packtrain.context import Context
-from packtrain.generation import Limits, Pieces, Speed, chain_of, check_prompt
+from packtrain.generation import Limits, Pieces, Speed, chain_of, check_prompt, is_loop
 from packtrain.sampling import Chain, Constraint, Given, Sampling
 from packtrain.tokenizer import Stream, Tokenizer
 
 
 class Answer:
-    """One of them: `ids`, and `ended` by end, stop, count, context or interrupted."""
+    """One of them: `ids`, and `ended` by end, stop, count, context, loop or interrupted."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...], chain: Chain
@@ -110,3 +110,5 @@ class Answers:
                 answer.end("count")
             elif room < len(going) or len(self.prompt) + len(answer.ids) > self._size:
                 answer.end("context")
+            elif self._limits.loop_tokens and is_loop(answer.ids, self._limits.loop_tokens):
+                answer.end("loop")

@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -56,6 +57,7 @@ COMMANDS = {
 RANKS = "train", "finetune"  # commands that several processes carry out together
 FORESEEN = InputError, DoesNotFit, DiskFull, RankLost, Interrupted, ArithmeticError
 INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
+WIDTH = 100  # most columns of a help
 
 
 def command() -> int:
@@ -217,14 +219,55 @@ def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
     return given
 
 
+class _Lines(argparse.HelpFormatter):
+    """Lines of at most WIDTH columns, each option with its value once, as `-c, --ctx N` or `--[no-]pack`."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        super().__init__(prog, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = action.option_strings
+        if isinstance(action, argparse.BooleanOptionalAction):
+            on = [name for name in names if not name.startswith("--no-")]
+            names = [f"--[no-]{name[2:]}" if f"--no-{name[2:]}" in names else name for name in on]
+        if not names or action.nargs == 0:
+            return ", ".join(names) or super()._format_action_invocation(action)
+        return f"{', '.join(names)} {self._format_args(action, action.dest.upper())}"
+
+
+class _HelpAll(argparse.Action):
+    """Prints every option by group."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(argparse.ArgumentParser.format_help(parser), end="")
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     """Accepts only full option names, so that a new option never changes what an old script means.
 
-    An error is one line and suggests the closest name.
+    An error is one line and suggests the closest name. Where `common` names settings, --help shows these alone.
     """
 
+    common: Sequence[str] = ()
+
     def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **(named | {"allow_abbrev": False}))
+        super().__init__(*given, **(named | {"allow_abbrev": False, "formatter_class": _Lines}))
+
+    def format_help(self) -> str:
+        if not self.common:
+            return super().format_help()
+        lines, options = self._get_formatter(), {a.dest: a for a in self._actions}
+        lines.add_usage(self.usage, self._actions, [])
+        lines.add_text(self.description)
+        lines.start_section(None)
+        lines.add_arguments(self._get_positional_actions())
+        lines.add_arguments([options[name] for name in self.common])
+        lines.end_section()
+        groups = ", ".join(str(g.title) for g in self._action_groups[2:] if g._group_actions)
+        lines.add_text(f"--help-all shows every option{groups and f' by group: {groups}'}")
+        return lines.format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         texts = sys.argv[1:] if args is None else list(args)
@@ -277,6 +320,9 @@ def _parser(asked: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
             _settings(name),
         )
         into.set_defaults(command=name, parser=into)
+        into.common = getattr(settings, "COMMON", "").split()
+        silent = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
+        into.add_argument("--help-all", action=_HelpAll, **silent, help="show every option")
         into.add_argument("--debug", action="store_true", help="show where an error was raised")
         add_flags(into, settings)
         into.usage = " ".join([into.prog, "[options]", *positionals(settings)])

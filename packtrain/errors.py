@@ -1,5 +1,8 @@
 """Errors meant for users, not programmers: one sentence, and an exit code."""
 
+import traceback
+from pathlib import Path
+
 LONGEST = 1200  # characters of a message
 
 
@@ -8,7 +11,18 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-class InputError(ValueError):
+class Foreseen(Exception):
+    """An error whose message says all that its user needs."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the line that called packtrain, and the message."""
+        package = str(Path(__file__).parent)
+        frames = traceback.extract_tb(self.__traceback__)
+        calls = [frame for frame in frames if not frame.filename.startswith(package)]
+        return [*traceback.format_list(calls[-1:]), f"{type(self).__name__}: {self}"]
+
+
+class InputError(Foreseen, ValueError):
     """Bad input. The message names the file, the field and what is expected. Exit code 2.
 
     fact    what is wrong, and where
@@ -25,17 +39,17 @@ class InputError(ValueError):
         )
 
 
-class DoesNotFit(RuntimeError):
+class DoesNotFit(Foreseen, RuntimeError):
     """The plan needs more memory than --memory allows. Exit code 3."""
 
 
-class DiskFull(RuntimeError):
+class DiskFull(Foreseen, RuntimeError):
     """A disk is full, or would be. Exit code 1."""
 
 
-class RankLost(RuntimeError):
+class RankLost(Foreseen, RuntimeError):
     """Another process of the run has ended, or cannot be reached. Exit code 1."""
 
 
-class Interrupted(RuntimeError):
+class Interrupted(Foreseen, RuntimeError):
     """Stopped by a signal, after saving what there was to save. Exit code 130."""

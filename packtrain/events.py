@@ -5,7 +5,7 @@ caller.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,10 @@ class Events:
     def message(self, text: str) -> None:
         """A message for the user: what was chosen, a warning, what happens now."""
 
+    def notice(self, text: str) -> None:
+        """A message that nobody may miss: the task was stopped, and this is how it goes on."""
+        self.message(text)
+
     def text(self, piece: str) -> None:
         """A piece of generated text, as soon as it is known."""
 
@@ -61,7 +65,9 @@ class Events:
         """A run is planned (`tasks.ready.Ready`) and starts now."""
 
     @contextmanager
-    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
+    def training(
+        self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
+    ) -> Iterator[None]:
         """Steps are reported inside this block."""
         yield
 
@@ -70,6 +76,9 @@ class Events:
 
     def sample(self, text: str) -> None:
         """Text that the model generates after --sample-prompt."""
+
+    def answers(self, answers: Sequence[Any]) -> None:
+        """Answers of base and tuned model to held-out questions (`tasks.behaviour.CheckedAnswer`), after a run."""
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""
@@ -114,7 +123,9 @@ class Callbacks(Events):
         _call(self.on_plan, ready)
 
     @contextmanager
-    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
+    def training(
+        self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
+    ) -> Iterator[None]:
         self._steps = steps
         yield
 

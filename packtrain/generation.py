@@ -24,6 +24,8 @@ from packtrain.tokenizer import Stream, Tokenizer
 from packtrain.words import plural
 
 NONE: Sequence[int] = ()
+LOOP_TOKENS, LOOP_REPEATS, LOOP_PERIOD = 160, 5, 256
+LOOP_WINDOW, LOOP_RUN, LOOP_DISTINCT = 256, 12, 0.15
 
 
 class Drafter(Protocol):
@@ -125,11 +127,35 @@ class Limits:
     count        after this many tokens; -1: no limit
     stops        before the first of these texts
     interrupted  called between runs of the model; ends the reply if true
+    loop_tokens  after a text that has repeated itself for so many tokens, see `is_loop`; 0: never
     """
 
     count: int = -1
     stops: tuple[str, ...] = ()
     interrupted: Callable[[], bool] = lambda: False
+    loop_tokens: int = 0
+
+
+def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
+    """Whether the end of a text repeats itself.
+
+    A piece of text stands there at least LOOP_REPEATS times in a row, over at least `min_tokens` tokens; or nearly all
+    runs of LOOP_RUN tokens among the last LOOP_WINDOW have stood there before: a loop with a stumble now and then.
+    Short repetitions are no loops, nor are lists and tables of which a word in each row differs.
+    """
+    for period in range(1, min(len(ids) // LOOP_REPEATS, LOOP_PERIOD) + 1):
+        start = len(ids) - max(min_tokens, LOOP_REPEATS * period)
+        if (
+            ids[-1] == ids[-1 - period]
+            and start >= 0
+            and ids[start:-period] == ids[start + period :]
+        ):
+            return True
+    if len(ids) < LOOP_WINDOW or len(ids) % LOOP_RUN:
+        return False
+    last = ids[-LOOP_WINDOW:]
+    runs = [*zip(*(last[at:] for at in range(LOOP_RUN)), strict=False)]
+    return len(set(runs)) <= LOOP_DISTINCT * len(runs)
 
 
 def check_prompt(prompt: Sequence[int], size: int) -> None:
@@ -147,9 +173,9 @@ def check_prompt(prompt: Sequence[int], size: int) -> None:
 class Reply:
     """The model's reply to a prompt; iterate over it for pieces of text as they are complete.
 
-    Afterwards `ended` is the reason: end, stop, count, context or interrupted; `ids` are its tokens, `reading` and
-    `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at most
-    `draft_max` at once, and those that were right.
+    Afterwards `ended` is the reason: end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading`
+    and `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at
+    most `draft_max` at once, and those that were right.
     """
 
     def __init__(
@@ -240,6 +266,8 @@ class Reply:
             self.ended = "count"
         elif not self._room:
             self.ended = "context"
+        elif self._limits.loop_tokens and is_loop(self.ids, self._limits.loop_tokens):
+            self.ended = "loop"
         return bool(self.ended)
 
 

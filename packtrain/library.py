@@ -6,17 +6,20 @@ What a command prints goes to `on_message`; its errors are raised as InputError,
 message. A task runs in the calling thread; `start` runs it in a new thread and returns a handle.
 """
 
+import functools
 import inspect
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from packtrain.errors import InputError
+from packtrain.errors import Foreseen, InputError
 from packtrain.events import Callbacks
-from packtrain.settings import from_values
+from packtrain.notebook import Library, data_path, keyworded
+from packtrain.settings import from_values, options
 from packtrain.tasks import chat as chatting
 from packtrain.tasks import choose as choosing
 from packtrain.tasks import compare as comparing
@@ -36,32 +39,65 @@ from packtrain.tasks.generate import Generate
 from packtrain.tasks.merge import Merge
 from packtrain.tasks.quantize import Quantize, Written
 from packtrain.tasks.ready import Prepare, Ready
-from packtrain.tasks.run import Trained
 from packtrain.tasks.speak import Generated
+from packtrain.tasks.trained import Trained
 from packtrain.training.settings import RunSettings, TrainSettings
 from packtrain.training.tune_settings import TuneSettings
 
 S = TypeVar("S")
 R = TypeVar("R")
+P = ParamSpec("P")
 File = Any  # a path, or its text
 CALLBACKS = {field.name for field in fields(Callbacks) if field.init}
 
 
-def keywords(cls: type, function: Callable[..., R]) -> Callable[..., R]:
-    """Give a function a signature that lists its settings and callbacks, with types and defaults."""
-    own = [
-        p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
-    ]
-    shown = {p.name for p in own}
+def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Turn a function of settings into one of the library: its signature and docstring list those of `cls` and the
+    callbacks, and its errors name keywords."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **named: P.kwargs) -> R:
+            try:
+                return function(*args, **named)
+            except Foreseen as error:
+                error.args = tuple(keyworded(str(text)) for text in error.args)
+                raise
+
+        if cls is None:
+            return call
+        call.__signature__ = _signature(cls, function)  # type: ignore[attr-defined]
+        call.__doc__ = f"{inspect.getdoc(function)}\n\n{described(cls)}"
+        return call
+
+    return decorate
+
+
+def _signature(cls: type, function: Callable[..., R]) -> inspect.Signature:
+    """Its parameters, then settings and callbacks as keywords, with types and defaults."""
+    signature = inspect.signature(function)
+    first = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    listed = {p.name for p in first}
     more = [
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for part in (cls, Callbacks)
         for p in inspect.signature(part).parameters.values()
-        if p.name not in shown
+        if p.name not in listed
     ]
-    returns = inspect.signature(function).return_annotation
-    function.__signature__ = inspect.Signature([*own, *more], return_annotation=returns)  # type: ignore[attr-defined]
-    return function
+    return signature.replace(parameters=[*first, *more])
+
+
+def described(cls: type) -> str:
+    """The settings of a class for a docstring: by group, with type, default and help."""
+    groups: dict[str, list[str]] = {}
+    for setting in options(cls):
+        about, default = setting.metadata, setting.default
+        value = "" if about.get("positional") or default is MISSING else f" = {default!r}"
+        kind = inspect.formatannotation(setting.type)
+        lines = textwrap.wrap(keyworded(about["help"]), 100)
+        text = "\n".join([f"    {setting.name}: {kind}{value}", *(f"        {x}" for x in lines)])
+        groups.setdefault(about.get("group") or "settings", []).append(text)
+    return "\n\n".join("\n".join([f"{name}:", *texts]) for name, texts in groups.items())
 
 
 def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
@@ -76,19 +112,27 @@ def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
     rest = {name: value for name, value in given.items() if name not in CALLBACKS}
     if type(rest.get("memory")) is int:
         rest["memory"] = f"{rest['memory']}B"
-    return from_values(cls, rest, ""), Callbacks(**called)
+    for name in rest.keys() & {"data", "calibrate"}:
+        rest[name] = data_path(rest[name], name)
+    return from_values(cls, rest, ""), Library(**called)
 
 
+@command(TrainSettings)
 def train(data: File, **settings: Any) -> Trained:
     """Train a new model on text, as `packtrain train`.
+
+        pt.train("notes.txt", preset="1m", iters=500, output="notes.gguf")
 
     Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
     """
     return training.train(*settings_of(TrainSettings, settings | {"data": data}))
 
 
+@command(TuneSettings)
 def finetune(model: File, data: File, **settings: Any) -> Trained:
     """Tune the model of a GGUF file on conversations or text, as `packtrain finetune`.
+
+        pt.finetune("base.gguf", "chats.csv", memory="1GiB", output="tuned.gguf")
 
     Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError.
     """
@@ -96,8 +140,11 @@ def finetune(model: File, data: File, **settings: Any) -> Trained:
     return tuning.finetune(*settings_of(TuneSettings, given))
 
 
+@command(None)
 def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
-    """Memory, time and choices of `train` or `finetune`, without running it: `plan(train, …)`.
+    """Memory, time and choices of `train` or `finetune`, without running it.
+
+        pt.plan(pt.finetune, "base.gguf", "chats.csv", memory="1GiB")
 
     `str()` is the table that the command prints. If no plan fits, returns the smallest, with the reason in `refusal`.
     Raises InputError.
@@ -110,8 +157,11 @@ def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
     return prepare(asked[0], asked[1].message)
 
 
+@command(Evaluate)
 def evaluate(model: File, data: File, **settings: Any) -> Measured:
     """Losses of models (one, or a list) on a text or on conversations, as `packtrain eval`.
+
+        pt.evaluate(["base.gguf", "tuned.gguf"], "test.csv").loss()
 
     Raises InputError; Interrupted if it is stopped.
     """
@@ -119,8 +169,11 @@ def evaluate(model: File, data: File, **settings: Any) -> Measured:
     return evaluating.evaluate(*settings_of(Evaluate, given))
 
 
+@command(Compare)
 def compare(model: File, data: File, **settings: Any) -> Compared:
     """Models (a list, the base first) side by side on conversations, as `packtrain compare`.
+
+        pt.compare(["base.gguf", "tuned.gguf"], "test.csv")
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
@@ -128,8 +181,11 @@ def compare(model: File, data: File, **settings: Any) -> Compared:
     return comparing.compare(*settings_of(Compare, given))
 
 
+@command(Choose)
 def choose(model: File, tuned: File, output: File, data: File, **settings: Any) -> Chosen:
     """Write a tuned model as the smallest file that keeps what tuning gained, as `packtrain choose`.
+
+        pt.choose("base.gguf", "tuned.run/adapter.gguf", "small.gguf", "test.csv")
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
@@ -137,8 +193,11 @@ def choose(model: File, tuned: File, output: File, data: File, **settings: Any) 
     return choosing.choose(*settings_of(Choose, given))
 
 
+@command(Generate)
 def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
     """Continue a prompt, as `packtrain generate`; pieces of the text go to `on_text` as they come.
+
+        pt.generate("notes.gguf", "Dear diary", n_predict=50).text
 
     Raises InputError, DoesNotFit.
     """
@@ -146,11 +205,13 @@ def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
     return generating.generate(*settings_of(Generate, given))
 
 
+@command(Chat)
 def chat(model: File, **settings: Any) -> Talk:
     """A conversation with a model: `.answer("a message")` returns its answer. Raises InputError, DoesNotFit."""
     return chatting.Talk(*settings_of(Chat, settings | {"model": model}))
 
 
+@command(Embed)
 def embed(
     model: File, texts: Sequence[str], *, normalize: bool = True, **settings: Any
 ) -> np.ndarray:
@@ -163,14 +224,22 @@ def embed(
     return embedding.embed(*settings_of(Embed, asked)).vectors
 
 
+@command(Quantize)
 def quantize(model: File, output: File, type: str, **settings: Any) -> Written:
-    """Convert the weights of a GGUF file to other types, as `packtrain quantize`. Raises InputError."""
+    """Convert the weights of a GGUF file to other types, as `packtrain quantize`. Raises InputError.
+
+    pt.quantize("notes.gguf", "notes-q4.gguf", "Q4_K_M")
+    """
     given = settings | {"model": model, "output": output, "type": type}
     return quantizing.quantize(*settings_of(Quantize, given))
 
 
+@command(Merge)
 def merge(model: File, adapters: File, output: File, **settings: Any) -> Written:
-    """Merge adapters (one, or a list) into a model, as `packtrain merge`. Raises InputError, DoesNotFit."""
+    """Merge adapters (one, or a list) into a model, as `packtrain merge`. Raises InputError, DoesNotFit.
+
+    pt.merge("base.gguf", "tuned.run/adapter.gguf", "tuned.gguf", calibrate="chats.csv")
+    """
     given = settings | {"model": model, "adapters": adapters, "output": output}
     return merging.merge(*settings_of(Merge, given))
 
@@ -192,6 +261,9 @@ class Run(Generic[R]):
             self._result.append(task(*given, **named))
         except BaseException as error:  # `result` raises it
             self._error.append(error)
+
+    def __repr__(self) -> str:
+        return f"Run({'done' if self.done else 'running; .stop() lets it save and end'})"
 
     def stop(self) -> None:
         """Ask the task to save and stop; `result` then reports that it was stopped."""
@@ -220,16 +292,3 @@ PREPARES: dict[Any, tuple[type[RunSettings], Prepare]] = {
     train: (TrainSettings, training.prepare),
     finetune: (TuneSettings, tuning.prepare),
 }
-for _cls, _function in (
-    (TrainSettings, train),
-    (TuneSettings, finetune),
-    (Evaluate, evaluate),
-    (Compare, compare),
-    (Choose, choose),
-    (Generate, generate),
-    (Chat, chat),
-    (Embed, embed),
-    (Quantize, quantize),
-    (Merge, merge),
-):
-    keywords(_cls, _function)

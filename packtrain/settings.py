@@ -6,7 +6,8 @@
         temp: float = option(0.8, "temperature; 0 takes the likeliest token", flags="--temperature")
 
 A field `batch_size` is the flag `--batch-size` and the YAML key `batch_size`; a bool has `--x` and `--no-x`;
-`X | None` is unset by default; a tuple's flag may be repeated.
+`X | None` is unset by default; a tuple's flag may be repeated. A class with many options names those that a short
+help shows, in its order: `COMMON = "temp top_k seed"`.
 """
 
 import argparse
@@ -29,6 +30,7 @@ T = TypeVar("T")
 # headings of the help, in order
 GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+COLUMNS = "columns or fields by other names: question=prompt,answer=completion; common names are recognized"
 WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 

@@ -1,13 +1,25 @@
 """Ctrl-C and SIGTERM as a flag that is checked between steps; a second Ctrl-C stops at once."""
 
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C in a call from Python, or a notebook's stop button, as such a flag; in other threads than the main one it
+    is never set."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    with stop_on_signals([signal.SIGINT]) as stopped:
+        yield stopped
+
+
+@contextmanager
+def stop_on_signals(numbers: Sequence[int] = ()) -> Iterator[Callable[[], bool]]:
     """`with stop_on_signals() as stopped:` yields a function that returns whether a signal has arrived.
 
     Training calls it between steps; generation passes it to the executor, which calls it between ops (`stop=`).
@@ -22,10 +34,10 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         came = True
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    usual = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
+        usual.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers or usual}
     try:
         yield lambda: came
     finally:

@@ -11,6 +11,13 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
+def shortlist(names: Collection[str], most: int = 8, width: int = 40) -> str:
+    """The first few names, each shortened, and how many more there are."""
+    shown = [name if len(name) <= width else f"{name[:width]}…" for name in [*names][:most]]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{', '.join(shown)}{more}"
+
+
 def did_you_mean(given: str, known: Collection[str]) -> str:
     """`; did you mean --memory?` with the closest known name, or an empty text."""
     names = {name.lstrip("-"): name for name in known}  # dashes make all options alike

@@ -23,7 +23,9 @@ NEEDS = {
     "torch": (find_spec("torch") is not None, "PyTorch is not installed"),
     "triton": (find_spec("triton") is not None, "Triton is not installed"),
     "pyarrow": (find_spec("pyarrow") is not None, "the extra `data` is not installed"),
+    "calamine": (find_spec("python_calamine") is not None, "the extra `data` is not installed"),
     "grammar": (find_spec("llguidance") is not None, "the extra `grammar` is not installed"),
+    "notebook": (find_spec("nbclient") is not None, "nbclient is not installed"),
     "browser": (browser_path() is not None, "Playwright or a browser is not installed"),
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }

@@ -10,8 +10,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 HEAD = """# Commands
 
 Written by `make reference` from the settings themselves. Every flag is also a key of the YAML file that `--config`
-reads: `--batch-size` is `batch_size`. Sizes take KiB, MiB and GiB. Exit codes: 0 done, 1 failed (a full disk, three
-non-finite steps in a row), 2 wrong input, 3 does not fit into `--memory`, 130 stopped by Ctrl-C after saving.
+reads: `--batch-size` is `batch_size`. `--help` of a command shows the flags that most runs need, `--help-all` every
+flag by group. Sizes take KiB, MiB and GiB. Exit codes: 0 done, 1 failed (a full disk, three non-finite steps in a row),
+2 wrong input, 3 does not fit into `--memory`, 130 stopped by Ctrl-C after saving.
 """
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from packtrain.cli import COMMANDS, main
 from packtrain.errors import InputError
 from packtrain.kernels import runtime
 from packtrain.settings import GROUPS, option, to_yaml
+from packtrain.settings import flag as flag_of
 from packtrain.training.settings import TrainSettings
 from packtrain.training.tune_settings import TuneSettings
 from packtrain.words import did_you_mean, in_colour, plural
@@ -192,13 +194,44 @@ def test_every_option_of_a_run_has_a_group_and_help(capsys):
             )
     for name in COMMANDS:
         with pytest.raises(SystemExit) as ended:
-            main([*name.split(), "--help"])
+            main([*name.split(), "--help-all"])
         assert ended.value.code == 0
         text = capsys.readouterr().out
         assert f"usage: packtrain {name}" in text
         headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":")]
         known = [heading for heading in headings if heading in GROUPS]
         assert known == sorted(known, key=GROUPS.index)
+
+
+@pytest.mark.parametrize("columns, longest", [(80, 80), (100, 100), (240, 100)])
+def test_a_help_is_short_and_help_all_has_every_option(columns, longest, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name in COMMANDS:
+        helps = dict[str, list[str]]()
+        for option_name in ("--help", "--help-all"):
+            with pytest.raises(SystemExit) as ended:
+                main([*name.split(), option_name])
+            assert ended.value.code == 0
+            helps[option_name] = capsys.readouterr().out.splitlines()
+            most = longest if option_name == "--help" else 100
+            assert max(map(len, helps[option_name])) <= most, name
+        assert len(helps["--help"]) <= 40, f"{name}: {len(helps['--help'])} lines"
+        every = " ".join(helps["--help-all"])
+        for field in fields(cli._settings(name)):
+            shown = field.name.upper() if field.metadata.get("positional") else flag_of(field.name)
+            assert f" {shown}" in every.replace("--[no-]", "--"), shown
+        short = bool(getattr(cli._settings(name), "COMMON", ""))
+        assert short == any("--help-all shows every option" in line for line in helps["--help"])
+        assert short or len(fields(cli._settings(name))) <= 25, f"{name} needs a COMMON"
+
+
+def test_a_short_help_has_the_common_options_in_their_order(capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune", "--help"])
+    printed = capsys.readouterr().out
+    places = [printed.index(f" {flag_of(name)}") for name in ("data", "output", "memory", "seed")]
+    assert places == sorted(places) and "MODEL" in printed and "--armijo" not in printed
+    assert "--[no-]full " in printed and "--epochs" in printed and "--config" not in printed
 
 
 def test_options_without_a_group_stand_by_themselves():

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import packtrain as pt
 from packtrain.cli import main
 from packtrain.commands.compare import page
 from packtrain.errors import InputError
+from packtrain.tasks import judge
 from packtrain.tasks.compare import (
     FINAL,
     LONGER,
@@ -23,6 +25,7 @@ from packtrain.tasks.compare import (
     _sides,
     final_answer,
 )
+from packtrain.tasks.judge import command_of, judged
 from packtrain.training.measure import Mean
 from packtrain.watch.page import live_page
 from tests.architectures import random_model
@@ -111,6 +114,11 @@ def test_pairs_are_compared_by_their_answers_alone(folder, tmp_path):
 
 def test_the_page_shows_what_models_write_as_text() -> None:
     bad = "<script>alert(1)</script>"
+    styled = Subject("a", None, [bad], [False], 0, 0, None, [True], [0.5])
+    assert ">in style, score 0.5<" in page(
+        Compare((Path("a"),), Path("b"), has="x"),
+        Compared([Question([{"role": "user", "content": bad}], bad)], [styled], True),
+    )
     one = Subject(bad, Mean(1.0, 0.1), [bad], [True], 0, 0, None)
     found = Compared([Question([{"role": "user", "content": bad}], bad)], [one, one], True)
     text = page(Compare((Path("a"), Path("b")), Path(bad)), found)
@@ -150,6 +158,14 @@ def test_answers_stand_side_by_side_and_on_a_phone_below_each_other(
     "more, why",
     [
         (["--pattern", "("], "--pattern (: "),
+        (["--has", "("], "--has (: "),
+        (
+            ["--judge", "no-such-judge --fast"],
+            "--judge no-such-judge --fast: there is no such command",
+        ),
+        (["--judge", "a 'b"], "--judge a 'b: No closing quotation"),
+        (["--temp", "-1"], "--temp"),
+        (["--json", "/nowhere/a.json"], "--json"),
         (["--rule", "best"], "--rule"),
         (["--html", "/nowhere/page.html"], "--html"),
         (["--count", "0"], "--count"),
@@ -184,3 +200,65 @@ def test_questions_too_long_for_the_context_are_left_out(folder, tmp_path, capsy
     data.write_text(json.dumps({"prompt": long["prompt"], "chosen": "a", "rejected": "b"}))
     with pytest.raises(InputError, match=r"no conversation of .* leaves room"):
         pt.compare(models(folder), data, n_predict=8)
+
+
+def test_answers_in_a_style_are_counted_and_scored_by_a_command(folder, tmp_path, capsys):
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "import json, sys\n"
+        "for line in sys.stdin:\n"
+        "    row = json.loads(line)\n"
+        "    assert set(row) == {'question', 'reference', 'answer', 'model'}\n"
+        "    print(2.5 if row['reference'] == row['answer'] else 'false')\n"
+    )
+    more = ["-n", "24", "--has", "#### (yes|no)$", "--judge", f"{sys.executable} '{judge}'"]
+    files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    given = [*models(folder), "--data", str(folder / "test.jsonl"), *more, *files]
+    assert main(["compare", *given, "--pattern", "@@"]) == 0
+    said = capsys.readouterr()
+    head, base, tuned, *_ = said.out.splitlines()
+    assert re.split(r"  +", head)[3:5] == ["has style", "judged"]
+    assert re.split(r"  +", base)[3:5] == ["0 of 6 (0%)", "0.000"]
+    assert re.split(r"  +", tuned)[3:5] == ["6 of 6 (100%)", "2.500"]
+    assert "--pattern @@ matches no answer of the data" in said.err and "--has REGEX" in said.err
+    of_base, of_tuned = json.loads((tmp_path / "a.json").read_text())["models"]
+    assert (of_base["share_has"], of_tuned["share_has"], of_tuned["mean_score"]) == (0, 1, 2.5)
+    assert "6 of 6 (100%)</td><td data-name="judged">2.500</td>" in (tmp_path / "a.html").read_text()
+    assert main(["compare", *given[:4]]) == 0
+    assert "--pattern" not in capsys.readouterr().err  # the default matches answers of this data
+
+
+@pytest.mark.parametrize(
+    "code, why",
+    [
+        ("print(1)", "printed 1 line for 2 answers; it must print one score for each"),
+        ("print('1\\ngood')", "line 2 of its output is 'good'; a score is a number, true or false"),
+        ("print('nan\\n1')", "line 1 of its output is 'nan'"),
+        ("raise SystemExit('no model')", "failed with exit code 1: no model"),
+    ],
+)
+def test_a_judge_that_prints_no_scores_is_named(code, why):
+    command = command_of(f'{sys.executable} -c "{code}"')
+    with pytest.raises(InputError) as refusal:
+        judged(command, [{"answer": "a"}, {"answer": "b"}])
+    assert why in str(refusal.value) and str(refusal.value).startswith("--judge ")
+
+
+def test_a_judge_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(judge, "SECONDS_PER_ANSWER", 0.01)
+    with pytest.raises(InputError, match="has not ended after"):
+        judged(["sleep", "600"], [{"answer": "a"}])
+
+
+def test_scores_are_numbers_or_truths():
+    command = command_of(f"{sys.executable} -c \"print('True\\nfalse\\n -0.5 ')\"")
+    assert judged(command, [{"answer": "a"}] * 2 + [{"answer": "\ud800"}]) == [1.0, 0.0, -0.5]
+
+
+def test_a_temperature_makes_other_answers_and_the_same_ones_again(folder):
+    how = {"n_predict": 12, "count": 2}
+    first, second, likeliest = (
+        pt.compare(models(folder), folder / "test.jsonl", temp=temp, **how).subjects[0].answers
+        for temp in (1.5, 1.5, 0.0)
+    )
+    assert first == second != likeliest

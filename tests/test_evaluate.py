@@ -70,6 +70,13 @@ def evaluated(capsys: pytest.CaptureFixture[str]) -> Read:
     return run
 
 
+def test_nothing_held_out_is_not_measured(tmp_path: Path, model: Path):
+    data = tmp_path / "a.csv"
+    data.write_text("text\nthe cat\n")
+    with pytest.raises(InputError, match=r"a\.csv has too few records; --val-split holds out none"):
+        evaluate.run(Evaluate((model,), data, split="valid"))
+
+
 # ---- text, as llama-perplexity measures it
 
 

@@ -32,7 +32,7 @@ from tests.test_train import said, signal_after, weights
 
 FEW = [
     *("--batch-size", "2", "--ctx", "64", "--lr", "0.01", "--val-batches", "2"),
-    *("--no-tensorboard", "--val-split", "0.2"),
+    *("--no-tensorboard", "--val-split", "0.2", "--check-answers", "0"),
 ]
 
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
     data = str(folder / "chats.jsonl")
     given = [str(folder / f"{base}.gguf"), "--data", data, "-o", str(output), *FEW]
-    rank = [] if "--full" in more else ["--lora-rank", "4"]
+    rank = [] if "--full" in more else ["--lora-rank", "4", "--lora-alpha", "32"]
     return main(["finetune", *given, *rank, *more])
 
 

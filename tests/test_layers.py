@@ -25,7 +25,7 @@ LAYERS = {
     "settings": "errors words",
     "types": "",
     "dtypes": "types",
-    "gguf": "dtypes errors files",
+    "gguf": "dtypes errors files words",
     "child": "",
     "kernels": "collecting child errors types dtypes",
     "gpu": "",
@@ -76,20 +76,23 @@ LAYERS = {
     "beams": "context generation tokenizer",
     "embedding": "context errors models words",
     "watch": "errors events words files settings memory planning",
+    "notebook": "errors events files stop kernels corpus watch",
     "design": "errors ranks child words files dtypes tensor graph ops optim steps placing packing planning memory"
     " kernels cost speed recompute models context watch version backends",
     "training": "child ranks errors events words files settings dtypes tensor graph optim placing planning run memory"
     " stop kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
     "serving": "errors words template samples tokenizer models sampling grammar context generation embedding watch"
     " memory version",
-    "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
+    "fitting": "notebook stop"
+    " errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
-    "tasks": "ranks version errors events words files settings types dtypes graph placing cost planning picture run"
+    "tasks": "notebook"
+    " ranks version errors events words files settings types dtypes graph placing cost planning picture run"
     " memory kernels quant gguf tokenizer corpus samples serving models flash merging grammar sampling context"
     " generation drafting answers beams embedding template watch design training backends",
     "benching": "child events dtypes tensor graph ops optim steps placing cost run speed memory kernels quant gguf"
     " tokenizer models generation design training tasks version errors",
-    "library": "errors events settings tasks design training",
+    "library": "errors events settings notebook tasks design training",
     "commands": "ranks errors events words files settings dtypes tensor graph placing planning picture run memory"
     " stop kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template"
     " watch optim design training tasks backends checking benching",

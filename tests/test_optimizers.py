@@ -127,7 +127,7 @@ def test_flags_of_another_optimizer_are_refused(copy: Path) -> None:
     assert ran.returncode == 2
     assert "--beta1 has no effect with --optimizer toy" in ran.stderr
     assert "Traceback" not in ran.stderr
-    ran = packtrain_in(copy, "train --help")
+    ran = packtrain_in(copy, "train --help-all")
     assert "--blend" in ran.stdout and "toy takes steps of one size" in " ".join(ran.stdout.split())
 
 

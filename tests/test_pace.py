@@ -87,10 +87,10 @@ def test_one_slow_step_is_no_reason(processor):
     assert pace.STEPS >= 3
 
 
-def test_a_plan_tells_positions_from_learnt_tokens():
+def test_a_plan_tells_computed_from_learnt_tokens():
     plans = make_plans(StepShape(CONFIG, 4, 16, evaluate=False), SGD())
     first, *_, last = text(plans, 2.0, 10, learnt=20).splitlines()
-    assert "4 × 16 = 64 positions, 20 learnt" in first
-    assert "32 positions/s, 10 learnt tokens/s" in last
+    assert "4 × 16 = 64 tokens, 20 of them learnt" in first
+    assert " 32 tokens/s" in last and "learnt" not in last
     first, *_, last = text(plans, 2.0, 10, learnt=63).splitlines()
-    assert "= 64 tokens" in first and "32 tokens/s" in last and "learnt" not in first + last
+    assert first.endswith("= 64 tokens") and " 32 tokens/s" in last

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import real
-from benchmarks.real_base import PARTS, Row, Setup
+from benchmarks.first_tune import COMMANDS
+from benchmarks.real import PARTS
+from benchmarks.real_base import Row, Setup
 from packtrain.commands.demo import documents
 from tests.kill import chats
 from tests.real import BASE
@@ -74,3 +76,10 @@ def setup(tmp_path: Path) -> Setup:
 def test_the_real_base(part: str, setup: Setup) -> None:
     rows = [*PARTS[part](setup)]
     assert rows and all(row.good for row in rows), "\n".join(map(str, rows))
+
+
+def test_the_part_style_runs_the_guide_as_it_stands() -> None:
+    root = Path(real.ROOT)
+    guide, readme = ((root / name).read_text() for name in ("docs/guide.md", "README.md"))
+    for command in COMMANDS:
+        assert f"\n{command}" in guide and f"\n{command}" in readme

@@ -18,7 +18,7 @@ from packtrain.tensor import state, weight
 from packtrain.training import space
 from packtrain.training.compatible import differences
 from packtrain.training.effects import RULES, VALIDATING, check_effects, check_validation
-from packtrain.training.job import HEAD_NBYTES
+from packtrain.training.job import HEAD_NBYTES, schedule_of
 from packtrain.training.settings import FREE, RunSettings, TrainSettings
 from packtrain.training.space import check_space, resumable, written
 from packtrain.training.state import Progress, save
@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with():
 
 def test_rates_that_rise_to_their_end_are_refused():
     with pytest.raises(InputError, match=r"--lr-min 0\.1 is more than the peak, --lr 0\.01"):
-        check_effects(TrainSettings(lr=0.01, lr_min=0.1))
+        schedule_of(TrainSettings(lr=0.01, lr_min=0.1), 10)
 
 
 def test_a_rate_of_nothing_is_refused():
@@ -177,7 +177,7 @@ CHANGES = (
     (about(BEGUN, "cc dd"), ["the base base.gguf is not the file it began with"]),
     (about(TuneSettings(lr=1e-3, ctx=64), "cc bb"), ["--ctx was not given and is 64"]),
     (about(BEGUN, rows=2), ["its order of additions (rows) was 4 and is 2"]),
-    (about(TuneSettings(lr=1e-3, batch_size=2), rows=2), ["--batch-size was 4 and is 2"]),
+    (about(TuneSettings(lr=1e-3, batch_size=2), rows=2), ["--batch-size was 0 and is 2"]),
     (about(BEGUN, steps=20), []),
 )  # fmt: skip
 

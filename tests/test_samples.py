@@ -93,8 +93,8 @@ def texts(samples: Samples, model: Path) -> list[str]:
         ({"messages": [*PAIR, {"role": "user", "content": "?"}]}, PAIR, "messages"),
         ({"prompt": "why", "completion": "so"}, PAIR, "prompt/completion"),
         ({"prompt": THREE[:2], "completion": PAIR[1:]}, THREE, "prompt/completion"),
-        ({"question": "why", "answer": "so"}, PAIR, "question/answer"),
-        ({"instruction": "why", "output": "so"}, PAIR, "instruction/output"),
+        ({"question": "why", "answer": "so"}, PAIR, "prompt/completion"),
+        ({"instruction": "why", "output": "so"}, PAIR, "prompt/completion"),
         (
             {"instruction": "why", "input": "not", "output": "so", "system": "be", "history": [["a", "b"]]},
             [
@@ -104,7 +104,7 @@ def texts(samples: Samples, model: Path) -> list[str]:
                 {"role": "user", "content": "why\nnot"},
                 PAIR[1],
             ],
-            "instruction/output",
+            "prompt/completion",
         ),
         (
             {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]},
@@ -239,8 +239,16 @@ def test_small_files_of_a_folder_are_divided_together(tmp_path: Path, model: Pat
 
 def test_too_few_records_for_a_validation_part(tmp_path: Path, model: Path):
     data = one(tmp_path, [{"messages": PAIR}] * 3)
-    with pytest.raises(InputError, match=r"for validation; give a larger --val-split, or 0"):
-        made(data, model, tmp_path, val_split=0.05)
+    dataset = made(data, model, tmp_path, val_split=0.05)
+    assert (len(dataset.train), dataset.valid) == (3, None)
+    assert dataset.notes[-1] == (
+        "nothing is held out for validation: --val-split 0.05 of 3 records is less than one"
+        "; --val-split 0.33 holds out one"
+    )
+    (tmp_path / "larger").mkdir()
+    dataset = made(data, model, tmp_path / "larger", val_split=0.33)
+    assert dataset.valid is not None and len(dataset.valid) == 1
+    assert dataset.notes[-1] == "1 of 3 records is held out for validation"
 
 
 # ---- what is refused
@@ -260,6 +268,8 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
         ([{"words": 1, "more": 2}], r"line 1 has the fields words, more; a record is like"),
         ([{}], r"line 1 has no fields"),
         ([{"text": "a"}, {"messages": PAIR}], r"line 2 has no field text; all records of a file must be like"),
+        ([{"messages": [PAIR[0], {**PAIR[1], "weight": 2}]}], r"messages\[1\]: weight is 2; it must be 0 or 1"),
+        ([{"messages": [PAIR[0], {**PAIR[1], "weight": 0}]}], r"line 1 has no answer with a weight of 1 to train on"),
         ([{"messages": [{"role": "robot", "content": "a"}]}], r"messages\[0\]: role is 'robot'; it must be"),
         ([{"messages": [TURN]}], r"line 1 has no turn of the assistant"),
         ([{"messages": [PAIR[1]]}], r"line 1 has no answer of the assistant to train on"),
@@ -268,7 +278,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
         ([{"prompt": "a", "chosen": "b", "rejected": 5}], r'rejected: content is int.*"chosen": "…", "rejected": "…"'),
         ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], r"content has a part that is not text"),
         ([{"prompt": "a", "completion": ""}], r"line 1: completion: the assistant's content is empty"),
-        ([{"instruction": "", "output": "a"}], r"line 1: instruction is empty"),
+        ([{"instruction": "", "output": "a"}], r"line 1: instruction: the user's content is empty"),
         ([{"instruction": "a", "output": "a", "history": ["b"]}], r"history\[0\] must be a pair of texts"),
         ([{"text": 3}], r"line 1: text is int, not a string"),
         ([{"text": " \n"}], r"line 1: text is empty"),
@@ -335,6 +345,20 @@ def test_options(tmp_path: Path, model: Path):
     ):  # fmt: skip
         (tmp_path / name).mkdir()
         assert texts(made(data, model, tmp_path / name, **how).train, model) == [wanted]
+
+
+def test_a_turn_with_weight_0_is_context(tmp_path: Path, model: Path):
+    context, learnt = {**PAIR[1], "weight": 0}, {**PAIR[1], "weight": 1}
+    records = [
+        {"messages": [PAIR[0], context, TURN, learnt]},
+        {"messages": [PAIR[0], learnt, TURN, context]},
+    ]
+    dataset = made(one(tmp_path, records), model, tmp_path)
+    assert texts(dataset.train, model) == [
+        "<s> user: why\nassistant: so</s> \nuser: a\nassistant:[[ so</s>]] \n",
+        "<s> user: why\nassistant:[[ so</s>]] \n",
+    ]
+    assert dataset.notes == ("data.jsonl: 2 records of messages",)
 
 
 def test_a_model_without_a_template(tmp_path: Path, model: Path):
@@ -440,8 +464,10 @@ def test_validation(tmp_path: Path, model: Path):
     assert texts(dataset.valid, model) == ["[[<s> 5</s>]]", "[[<s> 10</s>]]"]
     assert len(dataset.train) == 8
     (tmp_path / "few").mkdir()
-    with pytest.raises(InputError, match="for validation; give a larger --val-split, or 0"):
-        made(one(tmp_path, [{"text": "1"}]), model, tmp_path / "few", val_split=0.2)
+    few = made(one(tmp_path, [{"text": "1"}], "one.jsonl"), model, tmp_path / "few", val_split=0.2)
+    assert few.valid is None and few.notes[-1].endswith(
+        "--val-split 0.2 of 1 record is less than one"
+    )
 
 
 def test_no_records(tmp_path: Path, model: Path):
@@ -526,14 +552,19 @@ def test_the_command(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatc
     lines = said.splitlines()
     assert lines[0] == "data.jsonl: 2 records of messages; not used: id"
     assert lines[1].startswith("training: 2 samples, ")
-    assert lines[2:] == ["---- sample 1", "<s> user: why", "assistant:[[ so</s>]] ", ""]
+    assert lines[2:] == [
+        "---- sample 1 (data.jsonl: line 1)",
+        "<s> user: why",
+        "assistant:[[ so</s>]] ",
+        "",
+    ]
 
 
 @needs_shared
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gsm8k_train.jsonl", "gsm8k_train.jsonl: 7,473 records of question/answer"),
+        ("gsm8k_train.jsonl", "gsm8k_train.jsonl: 7,473 records of prompt/completion"),
         ("glaive_toolcall_en_demo.json", "glaive_toolcall_en_demo.json: 300 records of conversations"),
         ("dummy_conversation.json", "dummy_conversation.json: 500 records of conversations; not used: id"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from packtrain.events import Events  # noqa: E402
 from packtrain.generation import Generator, Limits, Reply  # noqa: E402
 from packtrain.memory import private_nbytes  # noqa: E402
 from packtrain.models.adapted import adapted, read_scaled  # noqa: E402
-from packtrain.models.file import ModelFile, open_model  # noqa: E402
+from packtrain.models.file import ModelFile, fingerprint, open_model  # noqa: E402
 from packtrain.sampling import Sampling  # noqa: E402
 from packtrain.serving.app import app  # noqa: E402
 from packtrain.serving.jobs import CANCELLED, End, Job, Part, Told  # noqa: E402
@@ -316,7 +317,8 @@ def test_keys(server):
 def test_requests_choose_the_scales_of_adapters(model, tmp_path):
     """Base and tuned in one batch answer as each does alone; the default is that of the command line."""
     file = open_model(model)
-    adapter = random_adapter(tmp_path / "a.gguf", file)
+    (tmp_path / "tuned.run").mkdir()
+    adapter = random_adapter(tmp_path / "tuned.run/adapter.gguf", file)
     tuned = adapted(file, read_scaled([f"{adapter}:0.5"], file.gguf))
     want = {0.0: alone(file, [1, 40, 41], 10, temp=0), 0.5: alone(tuned, [1, 40, 41], 10, temp=0)}
     assert want[0.0] != want[0.5]
@@ -327,7 +329,10 @@ def test_requests_choose_the_scales_of_adapters(model, tmp_path):
             assert got == want[job.adapters[0]][: len(got)] and got
         with TestClient(app(made)) as client:
             listed = client.get("/lora-adapters").json()
-            assert listed == [{"id": 0, "path": "a.gguf", "scale": 0.5}]
+            sha256 = hashlib.sha256(Path(adapter).read_bytes()).hexdigest()[:16]
+            identity = {"run": "tuned", "sha256": sha256}
+            assert listed == [{"id": 0, "path": "adapter.gguf", "scale": 0.5} | identity]
+            assert client.get("/props").json()["model_hash"] == fingerprint(file)
             asked = {
                 "prompt": [1, 40, 41],
                 "n_predict": 10,

@@ -96,8 +96,16 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path, monkeypatch):
     [
         ((3.0, 2.0), False, "step 2, the last and best: validation loss 2.0000"),
         ((3.0, 2.0), True, "step 2, the last and best: validation loss 2.0000"),
-        ((2.0, 3.0), True, "step 1, the best: validation loss 2.0000 (the last, step 2: 3.0000)"),
-        ((2.0, 3.0), False, "step 2, the last: validation loss 3.0000 (the best, step 1: 2.0000;"),
+        (
+            (2.0, 3.0),
+            True,
+            "step 1, the best: validation loss 2.0000 (the last, step 2: 3.0000)",
+        ),
+        (
+            (2.0, 3.0),
+            False,
+            "step 2, the last: validation loss 3.0000 (the lowest, step 1: 2.0000;",
+        ),
         ((math.nan, math.nan), False, "step 2, the last; no validation loss was finite"),
     ],
 )
@@ -108,6 +116,13 @@ def test_the_end_says_which_step_the_result_is_of(losses, best, said):
     assert outcome(progress, best).startswith(f"the result is {said}")
     older = replace(progress, best_step=0, last=math.inf)
     assert math.isnan(losses[0]) or f"loss {min(losses):.4f}" in outcome(older, best)
+
+
+def test_an_only_validation_has_no_best():
+    progress = Progress().after(10, 1.0).validated(2.0)
+    assert outcome(progress, False, several=False) == (
+        "the result is step 1, the last: validation loss 2.0000"
+    )
 
 
 def test_a_model_is_no_checkpoint(tmp_path):

@@ -71,11 +71,11 @@ def test_tables(
 @pytest.mark.parametrize(
     ("header", "row", "form"),
     [
-        ("question,answer", "why,so", "question/answer"),
-        ("Prompt,Response", "why,so", "prompt/response"),
-        ("input,output", "why,so", "input/output"),
-        ("query,response", "why,so", "query/response"),
-        ("instruction,input,output", "why,,so", "instruction/output"),
+        ("question,answer", "why,so", "prompt/completion"),
+        ("Prompt,Response", "why,so", "prompt/completion"),
+        ("input,output", "why,so", "prompt/completion"),
+        ("query,response", "why,so", "prompt/completion"),
+        ("instruction,input,output", "why,,so", "prompt/completion"),
         ("id,prompt,completion,tag", "3,why,so,x", "prompt/completion"),
         (",prompt,completion", "0,why,so", "prompt/completion"),
         ("prompt;completion;;", "why;so;;", "prompt/completion"),
@@ -90,7 +90,7 @@ def test_tables(
 def test_headers(tmp_path: Path, header: str, row: str, form: str | None):
     path = one(tmp_path, f"{header}\n{row}", "a.csv")
     if form is None:
-        with pytest.raises(InputError, match=r"line 2 has 2 cells where the header has 3 columns"):
+        with pytest.raises(InputError, match=r"row 2 has 2 cells where the header has 3 columns"):
             conversations(path)
         return
     found, notes = conversations(path)
@@ -105,20 +105,26 @@ def test_columns_without_use_are_listed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("Frage,Antwort\na,b", r"a\.csv: line 1: the header names the columns frage, antwort; it must name messages, "
-         r".*, prompt and completion, instruction and output, .*, or text$"),
-        ("\nsep=;\n\nwhy;so\na;b", r"line 4: the header names the columns why, so; it must name messages"),
-        ("a" * 99 + ",b\nc,d", r"the header names the columns a{40}…, b; it must name"),
-        (" ,\na,b", r"a\.csv: line 1: the header names no columns; it must name"),
-        ("prompt,prompt\na,b", r"line 1 names the field prompt twice; each column needs its own"),
-        ("prompt,completion\na,b\nc,d,e", r"line 3 has 3 cells where the header has 2 columns; a cell that .* quotes"),
+        ("Frage,Antwort\na,b", r"a\.csv: row 1 names the columns Frage, Antwort; say which to read as prompt and c"
+         r"ompletion, for example --columns Frage=prompt,Antwort=completion; if this row is no header: --columns 1=pr"),
+        ("\nsep=;\n\nwhy;so\na;b", r"row 3 names the columns why, so; say which"),
+        ("Nr,Die Frage,tag,Antwort\n1,why oh,x,so", r"--columns 'Die Frage=prompt,Antwort=completion'; if"),
+        ("a" * 39 + ",b\nc,d", r"names the columns a{39}, b; say"),
+        ("a" * 99 + ",b\nc,d", r"row 1 is no header but a record: a{40}…, b; write the row prompt,completion above it,"
+         r" or give --columns 1=prompt,2=completion$"),
+        ("How do I reset it?,So\nc,d", r"row 1 is no header but a record: How do I reset it\?, So; write the row"),
+        (" ,\na,b", r"a\.csv: row 1 names no columns; it must name prompt and completion$"),
+        ("prompt,Prompt\na,b", r"row 1 names the field prompt twice; each column needs its own"),
+        ("prompt,completion\na,b\nc,d,e", r"row 3 has 3 cells where the header has 2 columns; a cell that .* quotes"),
         ('prompt,completion\na,b\n"c"d,e', r"line 3: text follows a quoted cell; a quote within quotes must be doub"),
         ('prompt,completion\na,b\nc,"d\n\n', r"line 3: a quoted cell begins here and never ends"),
         ("prompt,completion\n", r"a\.csv holds no records"),
         ("", r"a\.csv holds no records"),
-        ("messages\nhello", r"line 2: messages is not JSON"),
-        ("prompt,completion\na,b\n,c", r"line 3: prompt: the user's content is empty.*; --skip-bad skips"),
-        ("prompt,chosen,rejected\na,b,c", r"line 2 is a pair of answers.* is for finetune --loss dpo"),
+        ("messages\nhello", r"row 2: messages is not JSON"),
+        ("Question,Answer\n\na,b\n,c", r"row 4: Question: the user's content is empty.*; --skip-bad skips"),
+        ("prompt,completion\n\"a\n\n\",b\n,c", r"row 3: prompt: the user's content is empty"),
+        ("prompt,completion\na,b\n,c", r"row 3: prompt: the user's content is empty.*; --skip-bad skips"),
+        ("prompt,chosen,rejected\na,b,c", r"row 2 is a pair of answers.* is for finetune --loss dpo"),
     ],
 )  # fmt: skip
 def test_bad_tables(tmp_path: Path, model: Path, content: str, said: str):
@@ -130,22 +136,21 @@ def test_bad_tables(tmp_path: Path, model: Path, content: str, said: str):
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_a_wrong_header_is_named_and_no_record_blamed(tmp_path: Path, vocab: Path, skip_bad: bool):
     path = one(tmp_path, "prompt,completion\na,b\nc,d", "a.csv")
-    named = r"a\.csv: line 1: the header names the columns"
+    named = r"a\.csv: row 1 names the columns"
     with pytest.raises(
-        InputError, match=rf"{named} prompt, completion; one of them must be text; con"
+        InputError, match=rf"{named} prompt, completion; .* --columns prompt=text; if .*; conv"
     ):
         parts_of(path, vocab, skip_bad=skip_bad)
-    with pytest.raises(
-        InputError, match=rf"{named} frage, antwort; it must name messages, .* text$"
-    ):
+    with pytest.raises(InputError, match=rf"{named} Frage, Antwort; say which to read as prompt"):
         conversations(one(tmp_path, "Frage,Antwort\na,b\nc,d", "a.csv"), skip_bad)
 
 
 @pytest.mark.parametrize(
     ("encoding", "said"),
     [
-        ("cp1252", r"byte 19 is not UTF-8; .*iconv -f WINDOWS-1252 -t UTF-8 \S+ > \S+-utf8\.csv"),
-        ("utf-16", r"a\.csv is UTF-16; save it as UTF-8, for example: iconv -f UTF-16"),
+        ("cp1252", r"byte 19 is not UTF-8; in Excel, save it as “CSV UTF-8 \(comma delimited\)”; elsewhere .*"
+         r"iconv -f WINDOWS-1252 -t UTF-8 \S+ > \S+-utf8\.csv"),
+        ("utf-16", r"a\.csv is UTF-16, Excel's “Unicode Text”; in Excel, save it as “CSV UTF-8 .* iconv -f UTF-16"),
     ],
 )  # fmt: skip
 def test_encodings(tmp_path: Path, encoding: str, said: str):
@@ -158,7 +163,7 @@ def test_encodings(tmp_path: Path, encoding: str, said: str):
     ("name", "said"),
     [
         ("a.jsonl.zst", r"\.zst files cannot be read; unpack it with: zstd -d \S+a\.jsonl\.zst"),
-        ("a.xlsx", r"\.xlsx files cannot be read; save it as “CSV UTF-8”"),
+        ("a.docx", r"\.docx files cannot be read; save its text as \.txt, in UTF-8"),
         ("a.zip", r"\.zip files cannot be read; unpack it with: unzip"),
         ("a.parquet.gz", r"a\.parquet\.gz is compressed; unpack it with: gunzip"),
     ],
@@ -221,7 +226,10 @@ def test_columns(tmp_path: Path, vocab: Path, name: str):
     reader = Reader(Source(path))
     records = list(reader)
     assert [record.messages for record in records[:2]] == [PAIR, [*PAIR, *PAIR]]
-    assert reader.notes == [f"{name}: 600 records of messages"]
+    assert reader.notes == [
+        f"{name}: 600 records of messages",
+        f"{name}: 598 records repeat another, word for word",
+    ]
     assert records[299].where == f"{path}: row 300"
     with pytest.raises(InputError, match=r"row 1 has no field text.*conversations are for packtr"):
         parts_of(path, vocab)
@@ -394,7 +402,7 @@ def test_what_a_folder_has_beside_its_data(tmp_path: Path, model: Path):
         one(data, "why so", name)
     (data / "more").mkdir()
     (note,) = left_out(data, find_sources(data))
-    assert note == f"{data}: not read: c.pdf, d, e, f, g, 2 more"
+    assert note == f"{data}: not read: c.pdf, d, e, f, g and 2 more"
     one(data, "a", "a.jsonl")
     (note,) = left_out(data, find_sources(data))
     assert note.startswith(f"{data}: not read: a.jsonl, c.pdf")
@@ -424,13 +432,13 @@ def test_data_shows_all_of_it(tmp_path: Path, model: Path, capsys: pytest.Captur
     data = one(tmp_path, "prompt;completion\r\nwhy;so\r\nwhy\r\n", "a.csv")
     command = ["data", str(data), "--model", str(model)]
     assert main(command) == 2
-    assert "line 3 has 1 cell where the header has 2 columns" in capsys.readouterr().err
+    assert "row 3 has 1 cell where the header has 2 columns" in capsys.readouterr().err
     assert main([*command, "--skip-bad", "--chat-template", "gemma", "--show", "1"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[:4] == [
         "a.csv: 1 record of prompt/completion",
         "a.csv: 1 bad record skipped:",
-        "  line 3 has 1 cell where the header has 2 columns",
+        "  row 3 has 1 cell where the header has 2 columns",
         "chat template: gemma, from --chat-template, in place of the model's own",
     ]
     assert "<start_of_turn>model" in said

@@ -14,7 +14,8 @@ from packtrain.types.room import KNOWN
 from tests.copied import copy_package, own_cache, python_in
 
 TOY = """
-from packtrain.types.words import fma, splat, total
+from packtrain.types.words import absolute, chars_at, fma, half_at, largest, load, maximum, put_half
+from packtrain.types.words import put_rounded, put_word, reciprocal, splat, store, to_floats, total
 
 # a type of a test: 32 bytes with a sign behind a scale of four bytes
 toy = packed("toy", 99, 32, 36, smaller=q8_0, layout=Layout(32, 255, -127, (0,), 4))

@@ -351,22 +351,41 @@ def test_plain_lines(tmp_path: Path) -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "line", "20/25", "25/25"]
     assert lines[0] == (
-        "step 1/25  loss 4.0000  lr 1.0e-03  norm 0.834  33,333 tokens/s  memory 131 of 140 MiB"
+        "step 1/25  loss 4.0000  lr 1.0e-03  norm 0.834  33,333 tokens/s  memory: peak 131, plan 140 MiB"
     )
     losses = [3 + 1 / step for step in range(11, 21)]
     mean, error = np.mean(losses), np.std(losses, ddof=1) / np.sqrt(10)
-    want = f"step 20/25  loss {mean:.4f} ± {error:.4f}  val 3.2000  lr 1.0e-03  norm 0.834"
-    assert lines[3] == f"{want}  33,333 tokens/s  eta 0:00  memory 131 of 140 MiB"
+    want = (
+        f"step 20/25  loss {mean:.4f} ± {error:.4f}  val 3.2000 (step 15)  lr 1.0e-03  norm 0.834"
+    )
+    assert lines[3] == f"{want}  33,333 tokens/s  eta 0:00  memory: peak 131, plan 140 MiB"
 
 
-def test_positions_and_learnt_tokens_are_told_apart(tmp_path: Path) -> None:
+def test_a_validation_of_this_step_is_not_marked_as_old(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with watching(tmp_path, stream, steps=3, report_every=1) as watch:
+        watch.step(record(1, val_loss=3.2))
+        watch.step(record(2))
+        watch.step(record(3, val_loss=3.1))
+    vals = [line.partition("val ")[2].partition("  ")[0] for line in stream.getvalue().splitlines()]
+    assert vals == ["3.2000", "3.2000 (step 1)", "3.1000"]
+
+
+def test_a_limit_is_named_beside_peak_and_plan(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with watching(tmp_path, stream, limit_nbytes=1 << 30) as watch:
+        run(watch, 1, 1)
+    assert stream.getvalue().endswith("memory: peak 131, plan 140, limit 1,024 MiB\n")
+
+
+def test_all_lines_count_computed_tokens(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream, steps=3, report_every=1) as watch:
         watch.step({**record(1), "positions_per_second": 50_000.0})
         watch.step({**record(3), "positions_per_second": 33_400.0})
     first, last = stream.getvalue().splitlines()
-    assert "  50,000 positions/s, 33,333 learnt tokens/s  " in first
-    assert "  33,400 tokens/s  " in last
+    assert "  50,000 tokens/s  " in first and "  33,400 tokens/s  " in last
+    assert "positions" not in first and "learnt" not in first
 
 
 def test_a_resumed_run_reports_its_first_step(tmp_path: Path) -> None:
@@ -420,12 +439,16 @@ def test_a_terminal_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert got.count("\n") == 2 and COLOUR.search(got) and got.endswith("\x1b[?25h")
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", got).splitlines()[-1]
     assert "━" in shown and " 30/30  loss 3.0" in shown and "val 3.2000" in shown
-    assert "memory 131 of 140 MiB" in shown
+    assert "val 3.2000 (step 16)" in shown
 
 
 @pytest.mark.parametrize(
     ("columns", "last"),
-    [("80", "memory 131 of 140 MiB"), ("60", r"eta \d:\d\d"), ("40", r"loss [\d.]+ ± [\d.]+")],
+    [
+        ("110", "memory: peak 131, plan 140 MiB"),
+        ("70", r"eta \d:\d\d"),
+        ("40", r"loss [\d.]+ ± [\d.]+"),
+    ],
 )
 def test_a_narrow_terminal_gets_whole_parts(
     columns: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

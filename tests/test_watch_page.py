@@ -104,7 +104,8 @@ def test_a_run_that_does_not_fit_says_so_on_its_page(page: Any, text: Path, tmp_
             text, output=tmp_path / "m.gguf", watch="0", memory="2MiB", on_message=on_message, **SIZES
         )  # fmt: skip
     wait_for_state(page, "failed")
-    assert page.locator("#more").inner_text().split() == str(refused.value).split()
+    shown, raised = page.locator("#more").inner_text(), str(refused.value)
+    assert shown.replace("--", "").split() == raised.replace("--", "").split()
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(page: Any, text: Path, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_what_matters_most_stands_first(page: Any, server: Server, width: int) -
     server.train(5)
     wait_for_state(page, "running")
     order = [
-        "#progress", "#figures", "#view", "Loss", "Trained tokens per second", "Memory", "Learning rate", "Samples",
+        "#progress", "#figures", "#view", "Loss", "Tokens per second", "Memory", "Learning rate", "Samples",
         "Messages", "#plan", "#chosen",
     ]  # fmt: skip
     records = {"tokens_per_second": 9.0, "planned_bytes": 1}

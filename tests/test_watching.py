@@ -204,6 +204,14 @@ def test_runs_are_compared_as_json(several: Path, capsys: pytest.CaptureFixture[
     assert found["empty.run"]["loss"] is None and found["damaged.run"]["damaged"] == 2
 
 
+def test_a_speed_counts_computed_tokens(tmp_path: Path) -> None:
+    lines = "".join(line(k, positions_per_second=64.0 * k) for k in (1, 2))
+    run = History(made(tmp_path / "a.run", lines), "a")
+    run.refresh(1)
+    assert run.figures()["tokens_per_second"] == 96.0  # 32 and 64 tokens in half a second each
+    assert run.figures()["tokens"] == 20
+
+
 def test_runs_are_compared_as_a_table(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(several)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -7,20 +7,9 @@ from packtrain.backends.target import CPU, Target
 from packtrain.errors import InputError
 
 __all__ = [
-    "CPU",
-    "DEVICES",
-    "HOST",
-    "Aside",
-    "Backend",
-    "Host",
-    "Made",
-    "Target",
-    "aligned",
-    "backend",
-    "cpu",
-    "numpy",
+    "CPU", "DEVICES", "HOST", "Aside", "Backend", "Host", "Made", "Target", "aligned", "backend", "cpu", "numpy",
     "target",
-]
+]  # fmt: skip
 
 cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]
 # each with its module here, loaded when the name is asked for, in whose BACKENDS it is

@@ -15,19 +15,9 @@ from typing import Any
 import numpy as np
 
 from packtrain import gpu, kernels
-from packtrain.backends import streams
+from packtrain.backends import host, streams
 from packtrain.backends.caching import CONFIG, Trace, buffers_nbytes, pool_nbytes, room_nbytes
-from packtrain.backends.host import (
-    LARGE,
-    LIBC,
-    Backend,
-    Host,
-    Inputs,
-    Made,
-    Run,
-    aligned,
-    return_freed,
-)
+from packtrain.backends.host import LARGE, LIBC, Backend, Host, Inputs, Made, Run
 from packtrain.backends.recorded import cuda_of, make_room, recorded
 from packtrain.backends.temporaries import Measured, measured, temporaries, torch_name, torch_type
 from packtrain.dtypes import DTYPES, NUMPY, Dtype, bf16, f64
@@ -95,7 +85,7 @@ def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
     if not isinstance(work, np.ndarray) or work.nbytes < LARGE or not hasattr(LIBC, "madvise"):
         return None
     begin, end = work.ctypes.data, work.ctypes.data + work.nbytes
-    begin, end = aligned(begin, mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
+    begin, end = host.aligned(begin, mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
     return ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
 
 
@@ -226,7 +216,7 @@ class Apart:
         return None if cuda is None else int(cuda.max_memory_reserved(self.device))
 
     def alloc(self, nbytes: int) -> Any:
-        whole = aligned(nbytes, self.alignment)
+        whole = host.aligned(nbytes, self.alignment)
         return torch.zeros(whole, dtype=torch.uint8, device=self.device)
 
     def share(self, values: np.ndarray) -> Any:
@@ -334,7 +324,7 @@ def _there(kind: str, number: int) -> bool:
 
 def _warm() -> None:
     """Load what PyTorch loads late, so that the memory of this process is known before a run is planned."""
-    return_freed()
+    host.return_freed()
     torch.set_num_threads(kernels.threads())
     x = torch.ones(512, 512)
     x.addmm_(x, x).double().sum()

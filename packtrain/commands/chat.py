@@ -17,6 +17,11 @@ HELP = """/clear  start a new conversation
 /regen  generate another answer to the last message
 /exit   quit, as Ctrl-D does
 Ctrl-C ends an answer; a second one quits"""
+ENDS = {
+    "context": "the context of {cells:,} tokens is full; /clear starts a new conversation",
+    "count": "the answer was cut at {most:,} tokens; -n sets another limit, -1 none",
+    "loop": "the answer was stopped, since it repeats itself; /regen tries again (--no-stop-loops lets answers go on)",
+}
 
 
 def run(settings: Chat) -> int:
@@ -73,6 +78,6 @@ def _take(talk: Talk, line: str, terminal: bool) -> bool:
             raise
         say(str(error))
         return True
-    if ended == "context":
-        say(f"the context of {talk.cells:,} tokens is full; /clear starts a new conversation")
+    if ended in ENDS:
+        say(ENDS[ended].format(cells=talk.cells, most=talk.max_tokens))
     return terminal or ended != "interrupted"

@@ -1,6 +1,9 @@
 """packtrain compare: models side by side on conversations: losses, right answers, wins, examples; as a page, too."""
 
+import json
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from packtrain.commands import DONE, say
 from packtrain.commands.compare_page import comparison_page
@@ -15,8 +18,9 @@ WIDE = 76  # characters of a printed answer's line
 
 def run(settings: Compare) -> int:
     """Print the table and some answers. Raises InputError, DoesNotFit, and Interrupted on a signal."""
-    if settings.html is not None:
-        check_writable(settings.html, "--html")
+    for file, flag in ((settings.html, "--html"), (settings.json, "--json")):
+        if file is not None:
+            check_writable(file, flag)
     found = compare(settings, Shown())
     for line in table(settings, found):
         print(line)
@@ -24,6 +28,9 @@ def run(settings: Compare) -> int:
         print(printable(line))
     if not found.same:
         say("these models tokenize the data differently: their losses cannot be compared")
+    if settings.json is not None:
+        write_text(settings.json, as_json(found))
+        say(f"figures and answers are in {settings.json}")
     if settings.html is not None:
         write_text(settings.html, page(settings, found))
         say(f"all answers are in {settings.html}")
@@ -44,11 +51,29 @@ def columns(settings: Compare, found: Compared) -> dict[str, Callable[[Subject],
     if found.subjects[0].loss is not None:
         shown["loss"] = lambda one: str(one.loss)
     shown["right"] = lambda one: f"{sum(one.right)} of {count} ({sum(one.right) / count:.0%})"
+    if settings.has is not None:
+        shown["has style"] = lambda one: f"{sum(one.has)} of {count} ({sum(one.has) / count:.0%})"
+    if settings.judge is not None:
+        shown["judged"] = lambda one: f"{sum(one.scores) / count:.3f}"
     shown["words"] = lambda one: f"{one.words:.0f}"
     shown[f"by {settings.rule}"] = wins
     if settings.text is not None:
         shown[f"perplexity of {settings.text.name}"] = lambda one: _perplexity(one.text)
     return shown
+
+
+def as_json(found: Compared) -> str:
+    """Figures of each model, with the share of right answers, of those in the style, and the mean score."""
+    shares = {"right": "share_right", "has": "share_has", "scores": "mean_score"}
+    models = [
+        asdict(one)
+        | {name: sum(of) / len(of) for field, name in shares.items() if (of := getattr(one, field))}
+        for one in found.subjects
+    ]
+    for mean in (mean for model in models for mean in (model["loss"], model["text"]) if mean):
+        mean["error"] = mean["error"] if math.isfinite(mean["error"]) else None
+    questions = [{"question": q.text, "reference": q.answer} for q in found.questions]
+    return json.dumps({"questions": questions, "models": models}, ensure_ascii=False) + "\n"
 
 
 def _perplexity(loss: Mean | None) -> str:

@@ -35,8 +35,10 @@ def _article(found: Compared, names: Sequence[str], number: int) -> str:
     question = found.questions[number]
     columns = [_column("data", "the answer in the data", "", question.answer)]
     for name, one in zip(names, found.subjects, strict=True):
-        verdict = "right" if one.right[number] else "wrong"
-        columns.append(_column(verdict, name, f" · <b>{verdict}</b>", one.answers[number]))
+        kind = "right" if (one.has or one.right)[number] else "wrong"
+        verdict = kind if not one.has else "in style" if kind == "right" else "not in style"
+        verdict += f", score {one.scores[number]:.3g}" if one.scores else ""
+        columns.append(_column(kind, name, f" · <b>{verdict}</b>", one.answers[number]))
     return (
         f"<article><h3>{number + 1:,} of {len(found.questions):,}</h3>"
         f'<pre class="question">{escape(question.text)}</pre>'

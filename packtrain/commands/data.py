@@ -13,7 +13,7 @@ from packtrain.errors import InputError, printable
 from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.samples import TRUNCATE, Dataset, Recipe, Samples, prepare
-from packtrain.settings import option, positional, required, unescaped
+from packtrain.settings import COLUMNS, option, positional, required, unescaped
 from packtrain.template import template_named
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import TRAIN_ON, VAL_SPLIT, check_idle
@@ -29,7 +29,7 @@ class Data:
     """Show data as the model sees it."""
 
     data: Path = positional(
-        "the data: .jsonl, .json, .csv, .tsv, .txt or .parquet, or a folder of them"
+        "the data: .jsonl, .json, .csv, .tsv, .xlsx, .txt or .parquet, or a folder of them"
     )
     model: Path = required("the model to train, a GGUF file", flags="-m")
     show: int = option(0, "print N samples, with trained tokens in colour or [[ ]]", least=0)
@@ -48,6 +48,7 @@ class Data:
     )
     val_split: float = option(0.0, "share used for validation if the data has no validation file")
     skip_bad: bool = option(False, SKIP_BAD)
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
@@ -61,7 +62,8 @@ def run(settings: Data) -> int:
     if settings.show:
         tokenizer, colour = Tokenizer(metadata), in_colour(sys.stdout)
         for i in range(min(settings.show, len(dataset.train))):
-            print(f"---- sample {i + 1}")
+            place = f" ({dataset.places[i]})" if i < len(dataset.places) else ""
+            print(printable(f"---- sample {i + 1}{place}"))
             print(shown(tokenizer, *dataset.train[i], colour))
     return 0
 
@@ -85,6 +87,7 @@ def _recipe(settings: Data, metadata: dict[str, Any]) -> Recipe:
         settings.skip_bad,
         settings.chat_template and template_named(settings.chat_template),
         None,
+        settings.columns,
     )
 
 

@@ -19,6 +19,8 @@ FORMATS = "array", "json", "json+"
 class Embedding(Embed):
     """Print embeddings of texts."""
 
+    COMMON = "prompt file pooling embd_normalize embd_output_format ctx lora"
+
     embd_output_format: str = option(
         "array",
         "array: a list of arrays; json: as OpenAI's API; json+: the same with the cosine of each two",

@@ -10,6 +10,7 @@ ENDS = {
     "stop": "a stop text",
     "count": "the number of tokens",
     "context": "a full context",
+    "loop": "a loop: the text repeats itself (--no-stop-loops goes on)",
     "interrupted": "an interruption",
 }
 

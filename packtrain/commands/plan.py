@@ -48,12 +48,16 @@ class Drawn:
 
 @dataclass(frozen=True)
 class PlanTrain(Drawn, TrainSettings):
-    pass
+    COMMON = (
+        "data preset vocab_size memory iters epochs batch_size ctx recompute nproc html json map"
+    )
 
 
 @dataclass(frozen=True)
 class PlanTune(Drawn, TuneSettings):
-    pass
+    COMMON = (
+        "data memory iters epochs batch_size ctx lora_rank full merge recompute nproc html json map"
+    )
 
 
 def run(settings: PlanTrain | PlanTune) -> int:
@@ -107,14 +111,12 @@ def rate_of(text: str) -> float:
 
 
 def _of_ranks(ready: Ready, step: Shared, ranks: int, link: str) -> str:
-    positions, learnt = (
-        ranks * n / step.seconds for n in (ready.plans.shape.positions, ready.learnt)
-    )
+    speed = ranks * ready.plans.shape.positions / step.seconds
     hidden = max(1 - step.waiting / step.exchanging, 0.0)
     return (
         f"each of {ranks} processes: {step.seconds:.3g} s a step, of which {step.waiting:.3g} s wait for its link of"
         f" {link}; it is busy {step.exchanging:.3g} s, {hidden:.0%} of them while the process computes;"
-        f" together {speed_text(positions, learnt)}"
+        f" together {speed_text(speed)}"
     )
 
 

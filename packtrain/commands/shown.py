@@ -1,12 +1,14 @@
 """Events on the command line: messages on standard error, and a progress line that is redrawn on a terminal."""
 
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from packtrain.commands import print_row, say
+from packtrain.commands.side_by_side import MIN_WIDTH, side_by_side
 from packtrain.events import Counted, Events
 from packtrain.ranks import rank
 from packtrain.stop import stop_on_signals
@@ -61,8 +63,12 @@ class Shown(Events):
         self.message(ready.ended or "\n".join([str(ready), *ready.notes]))
 
     @contextmanager
-    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
-        self._progress = ProgressLine(self._stream, steps, planned_nbytes, report_every)
+    def training(
+        self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
+    ) -> Iterator[None]:
+        self._progress = ProgressLine(
+            self._stream, steps, planned_nbytes, report_every, limit_nbytes
+        )
         try:
             yield
         finally:
@@ -75,6 +81,10 @@ class Shown(Events):
 
     def sample(self, text: str) -> None:
         self.message(text)
+
+    def answers(self, answers: Sequence[Any]) -> None:
+        columns = shutil.get_terminal_size().columns if self._stream.isatty() else MIN_WIDTH - 1
+        self.message("\n".join(side_by_side(answers, columns)))
 
     @contextmanager
     def counting(self, what: str, part: str) -> Iterator[Counted]:

@@ -78,7 +78,7 @@ def write_corpus(text: Text, folder: Path, say: Say) -> None:
 
 
 def _reports(text: Text, sources: Iterable[Source]) -> list[Report]:
-    return [Report(source.path, text.skip_bad) for source in sources]
+    return [Report(source.path, text.skip_bad, columns=text.columns) for source in sources]
 
 
 def _reported(pieces: Iterable[Piece], doing: str, nbytes: int, say: Say) -> Iterator[Piece]:

@@ -53,7 +53,8 @@ def _fingerprint(
     text: Text, sources: Sequence[Source], vocabulary: Mapping[str, Value] | None
 ) -> str:
     wanted = (text.vocab_size, text.auto) if vocabulary is None else plain(vocabulary)
-    kept = ["kept"] if text.kept else []  # so that other caches are still found
+    # only if they are given, so that other caches are still found
+    kept = [*(["kept"] if text.kept else []), *([text.columns] if text.columns else [])]
     options = FORMAT, text.separator, text.val_split, text.skip_bad, wanted, *kept
     return checksum(options, sources)
 

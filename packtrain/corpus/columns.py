@@ -1,18 +1,22 @@
-"""Rows of .parquet, .arrow and .feather files as records, in batches; read by pyarrow, an optional dependency.
+"""Rows of files that optional packages read: .parquet, .arrow and .feather by pyarrow, spreadsheets by python-calamine.
 
-A null cell is left out of its record.
+A null cell is left out of its record; cells of a spreadsheet become text.
 """
 
+import zipfile
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from packtrain.corpus.streams import kind_of
+from packtrain.corpus.report import Report
+from packtrain.corpus.streams import SAVE_TABLE, kind_of
 from packtrain.errors import InputError
+from packtrain.words import shortlist
 
 ROWS = 256  # converted to Python values at a time
+MAX_SHEET_NBYTES = 1 << 30  # unpacked: a sheet is read whole
 BUFFER_NBYTES = 1 << 20  # a row group may be the whole file: its pages are read on demand
 
 
@@ -67,3 +71,44 @@ def without_null(value: Any) -> Any:
     if isinstance(value, list):
         return [without_null(item) for item in value]
     return value
+
+
+# ---- spreadsheets
+
+
+def sheet_rows(report: Report) -> Iterator[tuple[str, list[str]]]:
+    """The non-empty rows of the first sheet, as texts, and the place of each. Raises InputError."""
+    path = report.path
+    if find_spec("python_calamine") is None:
+        raise InputError(
+            f"{path} is a spreadsheet: {SAVE_TABLE}; or, to read it as it is: pip install python-calamine (or packtrain"
+            " with its extra data)"
+        )
+    calamine = import_module("python_calamine")
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                nbytes = sum(part.file_size for part in file.infolist())
+            if nbytes > MAX_SHEET_NBYTES:
+                raise InputError(f"{path} has {nbytes:,} bytes unpacked; {SAVE_TABLE}")
+        book = calamine.load_workbook(path)
+        names = book.sheet_names
+        rows = book.get_sheet_by_index(0).iter_rows() if names else ()
+    except (calamine.CalamineError, zipfile.BadZipFile, OSError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{path} cannot be read as {kind_of(path)}: {text}; {SAVE_TABLE}"
+        ) from None
+    if len(names) > 1:
+        report.remarks.append(f"sheet {names[0]}; not read: {shortlist(names[1:])}")
+    for number, cells in enumerate(rows, 1):
+        texts = [_cell_text(cell) for cell in cells]
+        if any(texts):
+            yield f"{path}: row {number}", texts
+
+
+def _cell_text(cell: Any) -> str:
+    """The cell as text: whole numbers without a point, as spreadsheets show them."""
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return str(cell).upper() if isinstance(cell, bool) else str(cell)

@@ -11,11 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from packtrain.corpus.fields import unknown_header
 from packtrain.corpus.records import read_records
-from packtrain.corpus.report import Report, header_names
+from packtrain.corpus.report import Report
 from packtrain.corpus.streams import CHUNK_NBYTES, RECORDS, SUFFIXES, TEXTS, kind_of, text_chunks
 from packtrain.errors import InputError
 from packtrain.files import existing
+from packtrain.words import shortlist
 
 END_OF_TEXT = (
     "<|endoftext|>"  # on its own line, separates documents unless another separator is given
@@ -23,16 +25,7 @@ END_OF_TEXT = (
 SPLIT_BY_DOCUMENTS = 20  # with fewer documents, the end of the text is used for validation
 TRAIN, VALID = "train", "valid"
 WANTED = 'it must be like {"text": "…"}'
-CHATS = (
-    {"messages"},
-    {"conversations"},
-    {"prompt", "completion"},
-    {"instruction", "output"},
-    {"question", "answer"},
-    {"prompt", "response"},
-    {"query", "response"},
-    {"input", "output"},
-)
+CHATS = {"messages"}, {"conversations"}, {"prompt", "completion"}
 FEW = 5  # files that are listed
 
 
@@ -45,6 +38,7 @@ class Text:
     val_split  share used for validation if there is no validation file
     skip_bad   skip records that cannot be read
     kept       documents keep the separator at their end, and begin right after it
+    columns    how columns of records are named as fields
     """
 
     data: Path
@@ -55,6 +49,7 @@ class Text:
     val_split: float
     skip_bad: bool = False
     kept: bool = False
+    columns: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ def find_sources(data: Path, others: Sequence[str] = TEXTS) -> tuple[Source, ...
         raise InputError(f"--data: {data} has {valid.name}, but no {wanted}")
     found = [p for p in sorted(data.iterdir()) if _named(p, others) and p.is_file()]
     if not found:
-        there = _listed([path for path in sorted(data.iterdir()) if _named(path, SUFFIXES)])
+        there = _listed([path for path in sorted(data.iterdir()) if kind_of(path) in RECORDS])
         raise InputError(
             f"--data: {data} holds no text; it must have {wanted}, or other {others[0]} files"
             + (f"; of {there} give one by name" if there else "")
@@ -128,9 +123,7 @@ def left_out(data: Path, sources: Iterable[Source]) -> tuple[str, ...]:
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    names = [f"{path.name}/" if path.is_dir() else path.name for path in paths]
-    more = [f"{len(names) - FEW:,} more"] if len(names) > FEW else []
-    return ", ".join(names[:FEW] + more)
+    return shortlist([f"{path.name}/" if path.is_dir() else path.name for path in paths], FEW)
 
 
 def _named(path: Path, suffixes: Sequence[str]) -> bool:
@@ -163,6 +156,8 @@ def read_documents(
 def _pieces(separator: str | None, report: Report, kept: bool) -> Iterator[Piece]:
     if kind_of(report.path) in RECORDS:
         return (Piece(text, True) for text in _texts(report))
+    if report.columns is not None:
+        raise InputError(f"--columns: {report.path} is plain text and has none; leave it out")
     return split(report.chunks(text_chunks(report.path)), separator, kept)
 
 
@@ -170,8 +165,8 @@ def _texts(report: Report) -> Iterator[str]:
     begun = report.skip
     for where, found in read_records(WANTED, report):
         if report.header and "text" not in found:
-            names = f"{report.header}: {header_names(found)}; one of them must be text"
-            raise InputError(names + _advice(found))
+            error = unknown_header(report.header, report.names, ["text"], found)
+            raise InputError(f"{error}{_advice(found)}")
         try:
             text = _text_of(found, where)
         except InputError as error:

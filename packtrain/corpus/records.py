@@ -34,9 +34,11 @@ def read_records(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
         found = _lines(wanted, report)
     for where, value in found:
         try:
-            record = report.value(value)
+            record = report.record(report.value(value), where)
         except RecursionError:
             report.reject(InputError(f"{where} is nested too deep", wanted))
+        except InputError as error:
+            report.reject(error)
         else:
             yield where, record
 

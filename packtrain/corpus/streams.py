@@ -18,10 +18,12 @@ MARK = "\ufeff"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 LINES, ARRAY = (".jsonl", ".ndjson"), ".json"
-TABLES = (".csv", ".tsv")
+SHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
+TABLES = (".csv", ".tsv", *SHEETS)
 COLUMNS = (".parquet", ".arrow", ".feather")
 RECORDS = (*LINES, ARRAY, *TABLES, *COLUMNS)
-KINDS = (".txt", *RECORDS)
+# not spreadsheets: of a folder, the table that was saved from one is read
+KINDS = (".txt", *(kind for kind in RECORDS if kind not in SHEETS))
 SUFFIXES = (*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in COLUMNS))
 TEXTS = (".txt", ".txt.gz")
 OTHERS = {  # unsupported formats, and what to do
@@ -29,10 +31,9 @@ OTHERS = {  # unsupported formats, and what to do
     ".bz2": "unpack it with: bunzip2 {}",
     ".xz": "unpack it with: unxz {}",
     ".zip": "unpack it with: unzip {}",
-    ".xlsx": "save it as “CSV UTF-8”",
-    ".xls": "save it as “CSV UTF-8”",
-    ".ods": "save it as CSV in UTF-8",
+    **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".pdf"), "save its text as .txt, in UTF-8"),
 }
+SAVE_TABLE = "in Excel, save it as “CSV UTF-8 (comma delimited)”"
 
 
 def kind_of(path: Path) -> str:
@@ -72,7 +73,9 @@ def text_chunks(path: Path) -> Iterator[str]:
             chunk = file.read(CHUNK_NBYTES)
             last = not chunk
             if not at and chunk.startswith(UTF_16):
-                raise InputError(f"{path} is UTF-16; {as_utf_8(path, 'UTF-16')}")
+                raise InputError(
+                    f"{path} is UTF-16, Excel's “Unicode Text”; {as_utf_8(path, 'UTF-16')}"
+                )
             if 0 in chunk:
                 raise InputError(
                     f"{path}: a NUL at byte {at + chunk.index(0)}; this is not a text file"
@@ -93,4 +96,5 @@ def as_utf_8(path: Path, encoding: str = "WINDOWS-1252") -> str:
     if path.suffix == ".gz":
         return "save it as UTF-8"
     target = path.with_stem(f"{path.stem}-utf8")
-    return f"save it as UTF-8, for example: iconv -f {encoding} -t UTF-8 {path} > {target}"
+    table = f"{SAVE_TABLE}; elsewhere " if kind_of(path) in TABLES or encoding == "UTF-16" else ""
+    return f"{table}save it as UTF-8, for example: iconv -f {encoding} -t UTF-8 {path} > {target}"

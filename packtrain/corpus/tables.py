@@ -1,7 +1,8 @@
-"""Rows of .csv and .tsv files as records: the header names the fields, empty rows are skipped.
+"""Rows of .csv and .tsv files and of spreadsheets as records: the header names the fields, empty rows are skipped.
 
 The delimiter is comma, semicolon or tab, whichever is most frequent in the header; quoted cells may contain line
-breaks. A row with more or fewer cells than the header is a bad record.
+breaks. A row with more or fewer cells than the header is a bad record. Rows count as in a spreadsheet: the header is
+row 1, and line breaks in cells do not count.
 """
 
 import csv
@@ -10,10 +11,12 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from packtrain.corpus.columns import sheet_rows
+from packtrain.corpus.fields import fields_of, renaming
 from packtrain.corpus.report import Report
-from packtrain.corpus.streams import kind_of, text_chunks
+from packtrain.corpus.streams import SHEETS, kind_of, text_chunks
 from packtrain.errors import InputError
-from packtrain.words import plural
+from packtrain.words import plural, shortlist
 
 LONGEST_CELL = 1 << 24  # characters; csv takes four bytes for each
 LONGEST_LINE = 1 << 26
@@ -23,14 +26,28 @@ TOLD = re.compile(r"sep=([,;\t])\s*", re.IGNORECASE)  # a first line that Excel 
 
 
 def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each row as a dict, and the line on which it begins."""
-    rows = _rows(report)
+    """Each row as a dict, and its place; columns named by number in --columns have no header. Raises InputError."""
+    rows = sheet_rows(report) if kind_of(report.path) in SHEETS else _rows(report)
     where, header = next(rows, ("", []))
     report.header = where
-    names = [name.strip().lower() for name in header]  # spreadsheets capitalize names
-    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if header and report.given and all(column.isdecimal() for column in report.given):
+        if renamed := renaming(header, fields_of([name.strip().lower() for name in header], {})):
+            raise InputError(
+                f"--columns: {where} is a header: {renamed}; leave --columns out, or name its columns"
+            )
+        rows = chain([(where, header)], rows)
+        header = [str(number) for number in range(1, len(header) + 1)]
+        report.remarks.append("row 1 is a record, as --columns has numbers")
+    names = [name.strip() for name in header]
+    report.names = [name for name in names if name]
+    lower = [name.lower() for name in names]  # spreadsheets capitalize names
+    twice = next((name for name in lower if name and lower.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"{where} names the field {twice} twice; each column needs its own name")
+    absent = next((column for column in report.given if column not in lower), None)
+    if header and absent is not None:
+        there = shortlist(report.names)
+        raise InputError(f"--columns: {where} has no column {absent}; there are {there}")
     for where, cells in rows:
         while len(cells) > len(names) and not cells[-1]:
             cells.pop()
@@ -47,31 +64,33 @@ def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
-    """The non-empty rows, including the header, and where each begins."""
+    """The non-empty rows, including the header, and the place of each."""
     path = report.path
     lines = _lines(path)
-    first, delimiter, passed = "", "", 0
+    first, delimiter, passed, row = "", "", 0, 0
     for first in lines:
         passed += 1
         if told := TOLD.fullmatch(first):
             delimiter = told[1]
         elif first.strip():
             break
+        else:
+            row += 1
     csv.field_size_limit(LONGEST_CELL)
     delimiter = delimiter or _delimiter(first, kind_of(path))
     fed = Fed(chain([first], lines))
     reader = csv.reader(fed, delimiter=delimiter, strict=True)
     while True:
-        where, fed.characters = f"{path}: line {passed + reader.line_num}", 0
+        line, row, fed.characters = passed + reader.line_num, row + 1, 0
         try:
             cells = next(reader, None)
         except csv.Error:
-            report.reject(InputError(f"{where}: {fed.fact}", fed.advice))
+            report.reject(InputError(f"{path}: line {line}: {fed.fact}", fed.advice))
             continue
         if cells is None:
             return
         if any(cells):
-            yield where, cells
+            yield f"{path}: row {row}", cells
 
 
 class Fed:

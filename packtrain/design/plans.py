@@ -24,10 +24,12 @@ from packtrain.ranks import rooms_nbytes
 from packtrain.recompute import AWAY, Built
 from packtrain.tensor import GraphError, Role, Tensor
 
-LOOP_NBYTES = 7 << 19  # progress line, metrics and files of the loop; measured up to 3.2 MiB
+LOOP_NBYTES = (
+    1 << 22
+)  # progress line, metrics and files of the loop, stacks of threads; up to 3.2 MiB were measured
 THREADS_NBYTES = 1 << 20  # of the threads that exchange with other processes: stacks and heaps
 PASSING = 2  # such leaves at a time
-BOUND_NBYTES = 800  # bytes of an executor for each call, measured
+BOUND_NBYTES = 1_100  # bytes of an executor for each call, measured in a heap without free room
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 Name = str | int  # of a graph; a number for graphs that generate samples: tokens per run

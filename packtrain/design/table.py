@@ -11,8 +11,10 @@ from packtrain.design.plans import Plans, counted, held_nbytes, leaves, runs
 from packtrain.design.shape import CHUNK
 from packtrain.planning import size_text
 from packtrain.ranks import rooms_nbytes
-from packtrain.watch.progress import clock, same_speed, speed_text
+from packtrain.watch.progress import clock, speed_text
 from packtrain.words import plural
+
+NEARLY_ALL = 0.95  # share of learnt tokens from which they are not counted apart
 
 
 def as_data(
@@ -180,15 +182,14 @@ def text(plans: Plans, seconds: float, steps: int, learnt: int) -> str:
     """The plan as a printed table; `learnt` is the number of tokens that a step trains on."""
     shape, positions = plans.shape, plans.shape.positions
     times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
-    alike = same_speed(positions, learnt)
-    counts = f"{positions:,} tokens" if alike else f"{positions:,} positions, {learnt:,} learnt"
-    first = f"a step is {shape.rows} × {shape.time}{times} = {counts}"
+    counts = "" if learnt > NEARLY_ALL * positions else f", {learnt:,} of them learnt"
+    first = f"a step is {shape.rows} × {shape.time}{times} = {positions:,} tokens{counts}"
     return "\n".join(
         [
             "; ".join([first, *choices(plans)]),
             *rows(plans),
             *crossings(plans),
-            f"  expected  {seconds:>7.3f} s a step, {speed_text(positions / seconds, learnt / seconds)}, "
+            f"  expected  {seconds:>7.3f} s a step, {speed_text(positions / seconds)}, "
             f"{clock(seconds * steps)} for {plural(steps, 'step')}",
         ]
     )

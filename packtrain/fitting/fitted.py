@@ -1,8 +1,10 @@
 """`fit`: epochs of training and validation, with the files of a run if asked."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ from packtrain.fitting.record import Record
 from packtrain.fitting.result import Result
 from packtrain.fitting.trainer import Trainer
 from packtrain.memory import Peak
+from packtrain.notebook import Html, to_frame
 from packtrain.optim import AdamW, Optimizer
 from packtrain.planning import size_text
+from packtrain.stop import stop_on_interrupt
 from packtrain.tensor import Tensor
 from packtrain.training.schedule import Schedule
+from packtrain.watch.curve import Curve
 from packtrain.words import plural
 
 Say = Callable[[str], None]
@@ -42,7 +47,7 @@ class Epoch:
         return f"epoch {self.number}: {self.trained}{valid}; {self.seconds:.2f} s"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Fitted:
     """What `fit` returns. `stopped`: it was asked to stop; the same call with resume=True goes on.
 
@@ -58,6 +63,38 @@ class Fitted:
     def weights(self) -> Mapping[str, np.ndarray]:
         """Weights by name, as `save` takes them."""
         return self.trainer.weights
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Of each epoch: its number and seconds, its loss, and that of validation."""
+        return [
+            {
+                "epoch": epoch.number,
+                "seconds": epoch.seconds,
+                "loss": epoch.trained.loss,
+                "val_loss": epoch.validated.loss if epoch.validated.ndata else math.nan,
+            }
+            for epoch in self.epochs
+        ]
+
+    def to_frame(self) -> Any:
+        """The history as a pandas DataFrame. Raises InputError without pandas."""
+        return to_frame(self.history)
+
+    def plot(self) -> Html:
+        """Loss and validation loss over epochs, as a notebook shows it."""
+        curve = Curve()
+        for record in self.history:
+            curve.add({"step": record["epoch"], **record})
+        return Html(curve.svg())
+
+    def __repr__(self) -> str:
+        last = f"; {self.epochs[-1]}" if self.epochs else ""
+        stopped = ", stopped: resume=True goes on" if self.stopped else ""
+        return f"Fitted({plural(len(self.epochs), 'epoch')}{stopped}{last})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>{self.plot().html}"
 
 
 def fit(
@@ -88,7 +125,7 @@ def fit(
     val_split  share of the data held out for validation, drawn by `seed`; or give `valid`, which is never trained on
     schedule   learning rate by the number of the step, or cosine, linear, constant; default: the optimizer's
     folder     where to write checkpoints, metrics.jsonl, loss.svg and plan.html; `resume` continues, to `epochs` in all
-    stop       asked after each step whether to save and stop
+    stop       asked after each step whether to save and stop; Ctrl-C does so, too
     on_message called with what was chosen, and a line per epoch: `print` shows them
     Raises InputError, GraphError; DoesNotFit with the least memory that would do; NotFinite.
     """
@@ -119,9 +156,9 @@ def _run(
     runs = course.trainer
     say(f"{runs.form}; memory: {size_text(runs.planned_nbytes)} planned")
     fitted = Fitted(runs)
-    with Peak() as peak, record:
+    with Peak() as peak, stop_on_interrupt() as interrupted, record:
         while runs.done < epochs * course.steps and not fitted.stopped:
-            done = course.epoch(record, stop)
+            done = course.epoch(record, lambda: interrupted() or stop())
             fitted.stopped = done is None
             if done is not None:
                 fitted.epochs.append(done)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.gguf.format import Entry, GGUFError, Value
+from packtrain.gguf.advice import missing_model, other_content
+from packtrain.gguf.format import MAGIC, Entry, GGUFError, Value
 from packtrain.gguf.part import Part, shortened
 
 # llama.h, llama_split_path; gguf-split.cpp
@@ -68,7 +69,9 @@ def _opened(path: Path) -> Part:
             data = b"" if nothing else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise GGUFError(f"{path}: cannot be read: {reason}") from None
+        raise GGUFError(f"{path}: cannot be read: {reason}{missing_model(path)}") from None
+    if data[:4] != MAGIC and (advice := other_content(path, data[:512])):
+        raise GGUFError(f"{path}: this is not a GGUF file{advice}")
     return Part(path, data)
 
 

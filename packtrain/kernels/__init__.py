@@ -12,27 +12,9 @@ from packtrain.kernels.ahead import is_loaded, load_all, prepare
 from packtrain.kernels.crew import COUNT, set_threads, threads
 
 __all__ = [
-    "AWARE",
-    "CONVS",
-    "COUNT",
-    "DELTAS",
-    "EXPERTS",
-    "LEARNING",
-    "OF_OPS",
-    "PACKING",
-    "SCANS",
-    "TILED",
-    "WEIGHING",
-    "WINDOWS",
-    "WRITING",
-    "WRITTEN",
-    "is_loaded",
-    "load_all",
-    "prepare",
-    "set_threads",
-    "threads",
-    "torch",
-]
+    "AWARE", "CONVS", "COUNT", "DELTAS", "EXPERTS", "LEARNING", "OF_OPS", "PACKING", "SCANS", "TILED", "WEIGHING",
+    "WINDOWS", "WRITING", "WRITTEN", "is_loaded", "load_all", "prepare", "set_threads", "threads", "torch",
+]  # fmt: skip
 
 # kernel modules for generation, for training, for experts, and for writing quantized files
 WRITING = (

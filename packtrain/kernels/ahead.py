@@ -22,14 +22,8 @@ from typing import IO, Any
 from packtrain.child import variables
 from packtrain.collecting import not_collecting
 from packtrain.errors import DoesNotFit
-from packtrain.kernels import machine, store
+from packtrain.kernels import machine, runtime, store
 from packtrain.kernels.crew import AVAILABLE, start, threads
-from packtrain.kernels.runtime import (
-    allowed_cpus,
-    limit_blas,
-    prepare_numba,
-    say,
-)
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
@@ -58,7 +52,7 @@ WAYS = (Way(2, True), Way(2, False), Way(1, True), Way(1, False))  # the fastest
 
 def way(limit: int | None, used: int) -> Way:
     """The fastest way to compile within the limit, given `used` bytes of this process. Raises DoesNotFit."""
-    most = min(allowed_cpus(), CHILDREN)
+    most = min(runtime.allowed_cpus(), CHILDREN)
     for one in WAYS:
         if one.children <= most and (limit is None or used + one.nbytes <= limit):
             return one
@@ -92,7 +86,7 @@ def _compile(names: list[str], chosen: Way) -> None:
     error = Compiling(names, progress.done).run(chosen)
     progress.end()
     if error:
-        say(f"the compiling child failed ({error}); compiling in this process")
+        runtime.say(f"the compiling child failed ({error}); compiling in this process")
 
 
 @dataclass(slots=True)
@@ -105,7 +99,7 @@ class CompileProgress:
     printed: float = field(default_factory=time.perf_counter)
 
     def begin(self) -> None:
-        say(f"compiling {self.count} kernel modules, once for this machine …")
+        runtime.say(f"compiling {self.count} kernel modules, once for this machine …")
 
     def done(self) -> None:
         self.finished += 1
@@ -116,12 +110,12 @@ class CompileProgress:
             with contextlib.suppress(OSError):
                 print(f"\rpacktrain: {line}", end=end, file=sys.stderr, flush=True)
         elif now - self.printed >= PAUSE and self.finished < self.count:
-            say(line)
+            runtime.say(line)
             self.printed = now
 
     def end(self) -> None:
         if self.finished == self.count:
-            say(f"kernels compiled in {time.perf_counter() - self.began:.0f} s")
+            runtime.say(f"kernels compiled in {time.perf_counter() - self.began:.0f} s")
 
 
 @contextlib.contextmanager
@@ -136,7 +130,7 @@ def alone(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            say("another process is compiling kernels; waiting for it …")
+            runtime.say("another process is compiling kernels; waiting for it …")
             with contextlib.suppress(OSError):  # file systems without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -270,7 +264,7 @@ def _loaded(name: str) -> Any:
         if not AVAILABLE or not all(map(store.complete, store.needed(name))):
             return with_numba(name)
         found_complete.update(store.needed(name))
-    limit_blas()
+    runtime.limit_blas()
     for other in sorted(store.needed(name) - {name}):
         load(other)
     found = _from_cache(name)
@@ -291,7 +285,7 @@ def _from_cache(name: str) -> Any:
             checksum = (folder / store.COMPLETE).read_text("utf-8", "replace")
             return machine.load(name, folder, checksum, with_numba)
         except (machine.Damaged, OSError):
-            say(f"{folder} is damaged")
+            runtime.say(f"{folder} is damaged")
             store.distrust(folder)
             prepare([name])
     return None
@@ -303,8 +297,8 @@ def with_numba(name: str) -> Any:
 
     One whose cache cannot be read is compiled again.
     """
-    prepare_numba()
-    limit_blas()
+    runtime.prepare_numba()
+    runtime.limit_blas()
     for other in sorted(store.needed(name) - {name}):
         with_numba(other)
     try:

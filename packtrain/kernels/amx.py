@@ -11,26 +11,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from packtrain.kernels import simd
+from packtrain.kernels import panels, simd
 from packtrain.kernels.call import kernel
-from packtrain.kernels.panels import (
-    AMX,
-    HALVES,
-    beyond,
-    emit_pair,
-    emit_prefetch,
-    emit_turned,
-    vector_at,
-)
-from packtrain.kernels.simd import (
-    I64,
-    LANES,
-    VECTOR,
-    address,
-    load_part,
-    scratch,
-    store_part,
-)
+from packtrain.kernels.panels import AMX, HALVES, beyond, emit_pair, emit_prefetch, vector_at
+from packtrain.kernels.simd import I64, LANES, VECTOR, address, load_part, scratch, store_part
 
 STEPS = 2 * LANES  # of k in a tile
 TILE = LANES * LANES  # f32 of a tile
@@ -52,29 +36,19 @@ def read_tile(builder, number, base, distance=None):
     tile_call(builder, "tileloadd64", number, place, distance or I64(4 * LANES))
 
 
-@intrinsic
-def configure(typingctx):
+@simd.instruction(void)
+def configure(builder):
     """Begin with tiles: eight of 16 rows of 64 bytes."""
-
-    def codegen(context, builder, sig, args):
-        shape = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[LANES] * 8, *[0] * 8]
-        kind = ir.ArrayType(I8, len(shape))
-        room = cgutils.alloca_once_value(builder, ir.Constant(kind, shape))
-        tile_call(builder, "ldtilecfg", builder.bitcast(room, I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return void(), codegen
+    shape = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[LANES] * 8, *[0] * 8]
+    kind = ir.ArrayType(I8, len(shape))
+    room = cgutils.alloca_once_value(builder, ir.Constant(kind, shape))
+    tile_call(builder, "ldtilecfg", builder.bitcast(room, I8.as_pointer()))
 
 
-@intrinsic
-def release(typingctx):
+@simd.instruction(void)
+def release(builder):
     """End with tiles, so that switching threads saves none."""
-
-    def codegen(context, builder, sig, args):
-        tile_call(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return void(), codegen
+    tile_call(builder, "tilerelease")
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------
@@ -159,7 +133,7 @@ def emit_pack(builder, along, turn, source, ld, target, count, ends):
             if not turn:
                 store(number, r, row)
     for number, tile in enumerate(tiles if turn else ()):
-        for r, row in enumerate(emit_turned(builder, tile, 4)):
+        for r, row in enumerate(panels.emit_turned(builder, tile, 4)):
             store(number, r, row)
 
 
@@ -170,10 +144,9 @@ def packer(along, turn):
     turn   pairs of the tile lie line by line if they did not in the source
     """
 
-    def codegen(context, builder, sig, args):
+    def emit(builder, source, ld, lines, left, target, half):
         if not AMX:
-            return context.get_dummy_value()
-        source, ld, lines, left, target, half = args
+            return
         whole = builder.and_(
             builder.icmp_signed(">=", lines, I64(LANES)),
             builder.icmp_signed(">=", left, I64(STEPS)),
@@ -183,10 +156,8 @@ def packer(along, turn):
             for ends, there in ((None, whole), ((lines, left), builder.not_(whole))):
                 with builder.if_then(builder.and_(right, there), likely=ends is None):
                     emit_pack(builder, along, turn, source, ld, target, count, ends)
-        return context.get_dummy_value()
 
-    sig = void(i64, i64, i64, i64, i64, i64)
-    return intrinsic(lambda typingctx, source, ld, lines, left, target, half: (sig, codegen))
+    return simd.instruction(void, i64, i64, i64, i64, i64, i64)(emit)
 
 
 rows_of_a, columns_of_a = packer(True, False), packer(False, True)

@@ -5,55 +5,12 @@ compare lane by lane, and the head width is only a number of rows. Queries are p
 scale * log2(e), for powers of two. Fully masked blocks are skipped.
 """
 
+from packtrain.kernels import online, simd
 from packtrain.kernels.call import each, kernel, part
-from packtrain.kernels.online import (
-    KEYS,
-    LN2,
-    LOG2E,
-    LOWEST,
-    SERIAL,
-    STATE,
-    WIDEST,
-    bytes4,
-    f32,
-    heads,
-    i64,
-    in4,
-    larger,
-    out3,
-    out4,
-    places,
-    power,
-    rule,
-    spare_of,
-    squash,
-    void,
-)
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    ids1,
-    in1,
-    load,
-    log,
-    scratch,
-    select_less,
-    splat,
-    store,
-    store_part,
-)
+from packtrain.kernels.online import KEYS, STATE, bytes4, f32, i64, in4, out3, out4, places, void
+from packtrain.kernels.simd import LANES, address, fma, ids1, in1, load, log, scratch, splat, store
 from packtrain.kernels.tile import columns_product, on_stack, rows_product, turn
-from packtrain.kernels.visible import (
-    NO,
-    PLACES,
-    QUERIES,
-    SOME,
-    hide,
-    ids2,
-    place_queries,
-    sight,
-)
+from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, ids2, place_queries, sight
 
 
 @part(i64(i64))
@@ -95,16 +52,16 @@ def soften(scores, lanes, count, sums, columns, width):
         a, b, c, d = old, old, old, old
         for j in range(0, count - 3, 4):
             at = j * lanes + i
-            a, b = larger(a, load(scores, at)), larger(b, load(scores, at + lanes))
+            a, b = online.larger(a, load(scores, at)), online.larger(b, load(scores, at + lanes))
             at += 2 * lanes
-            c, d = larger(c, load(scores, at)), larger(d, load(scores, at + lanes))
+            c, d = online.larger(c, load(scores, at)), online.larger(d, load(scores, at + lanes))
         for j in range(count // 4 * 4, count):
-            a = larger(a, load(scores, j * lanes + i))
-        top = larger(larger(a, b), larger(c, d))
-        fade = power(old - top)
+            a = online.larger(a, load(scores, j * lanes + i))
+        top = online.larger(online.larger(a, b), online.larger(c, d))
+        fade = online.power(old - top)
         added = load(sums, QUERIES + i) * fade
         for j in range(count):
-            e = power(load(scores, j * lanes + i) - top)
+            e = online.power(load(scores, j * lanes + i) - top)
             store(scores, j * lanes + i, e)
             added = added + e
         store(sums, i, top)
@@ -116,7 +73,7 @@ def soften(scores, lanes, count, sums, columns, width):
 @kernel(void(i64, i64, i64, i64, in1, i64))
 def begin(sums, columns, lanes, width, sinks, h):
     """Before the first key: sums of 0, or of 1 relative to the head's sink; see soften."""
-    top = f32(sinks[h] * LOG2E) if sinks.size else f32(LOWEST)
+    top = f32(sinks[h] * online.LOG2E) if sinks.size else f32(online.LOWEST)
     for i in range(0, lanes, LANES):
         store(sums, i, splat(top))
         store(sums, QUERIES + i, splat(f32(1.0) if sinks.size else f32(0.0)))
@@ -134,9 +91,9 @@ def finish(y, stride, lse, rows, sums, columns, lanes, width):
     """
     for i in range(0, lanes, LANES):
         seen = load(sums, QUERIES + i)  # 0, at least 1, or NaN
-        top = fma(load(sums, i), LN2, log(seen))
-        store_part(lse, i, select_less(0.0, seen, top, seen), rows - i)
-        by = select_less(0.0, seen, 1.0 / seen, seen)
+        top = fma(load(sums, i), online.LN2, log(seen))
+        simd.store_part(lse, i, simd.select_less(0.0, seen, top, seen), rows - i)
+        by = simd.select_less(0.0, seen, 1.0 / seen, seen)
         for d in range(width):
             store(columns, d * lanes + i, load(columns, d * lanes + i) * by)
         for d in range(0, width, LANES):
@@ -144,7 +101,7 @@ def finish(y, stride, lse, rows, sums, columns, lanes, width):
             turn(to, stride, rows - i, width - d, source, lanes, LANES, LANES)
 
 
-@kernel(void(out4, out3, in4, bytes4, bytes4, places, in1, i64, rule, i64))
+@kernel(void(out4, out3, in4, bytes4, bytes4, places, in1, i64, online.rule, i64))
 def attend(y, lse, q, k, v, places_of, sinks, keys, rule, task):
     """One block of queries of one head."""
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
@@ -156,10 +113,10 @@ def attend(y, lse, q, k, v, places_of, sinks, keys, rule, task):
     rows = min(block, T - first)
     lanes = -(-rows // LANES) * LANES
     columns, mixed = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
-    scores, spare = on_stack(KEYS * lanes), on_stack(spare_of(k, D))
+    scores, spare = on_stack(KEYS * lanes), on_stack(online.spare_of(k, D))
     places, sums = scratch(PLACES), scratch(STATE)
     at = ((b * T + first) * H + h) * D
-    pack(columns, lanes, address(q, at), H * D, rows, D, scale * LOG2E)
+    pack(columns, lanes, address(q, at), H * D, rows, D, scale * online.LOG2E)
     span = place_queries(places, q_pos, q_seq, b, first, rows, window)
     begin(sums, mixed, lanes, D, sinks, h)
     for start in range(0, keys, KEYS):
@@ -168,14 +125,14 @@ def attend(y, lse, q, k, v, places_of, sinks, keys, rule, task):
         if seen == NO:
             continue
         from_key = ((b * S + start) * K + h // (H // K)) * D
-        key, line = heads(k, from_key, count, D, spare)
+        key, line = online.heads(k, from_key, count, D, spare)
         rows_product(count, lanes, D, scores, lanes, key, line, columns, lanes, False)
         if cap > 0:
-            squash(scores, count * lanes, cap * LOG2E)
+            online.squash(scores, count * lanes, cap * online.LOG2E)
         if seen == SOME:
             hide(scores, lanes, places, k_pos, k_seq, b, start, count)
         soften(scores, lanes, count, sums, mixed, D)
-        value, line = heads(v, from_key, count, D, spare)
+        value, line = online.heads(v, from_key, count, D, spare)
         columns_product(D, lanes, count, mixed, lanes, value, line, scores, lanes, True)
     out = address(lse, (b * H + h) * T + first)
     finish(address(y, at), H * D, out, rows, sums, mixed, lanes, D)
@@ -184,14 +141,12 @@ def attend(y, lse, q, k, v, places_of, sinks, keys, rule, task):
 @kernel(i64(i64, ids1, i64))
 def extent(count, length, width):
     """The number of keys in use; checks that heads fit the scratch."""
-    if width > WIDEST:
+    if width > online.WIDEST:
         raise ValueError("attention: heads are wider than 512")
     return max(min(count, i64(length[0])), 0) if length.size else count
 
 
-@kernel(
-    void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, in1, f32, i64, f32),
-)
+@kernel(void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, in1, f32, i64, f32))
 def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, scale, window, cap):
     """Each query averages the values of its visible keys; query head h reads kv head h // (H // K).
 
@@ -208,13 +163,10 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, scale,
         sinks         (H,)          f32, or (0,): logits that every query sees beside those of keys, without values
     """
     B, T, H, D = q.shape
-    keys, places_of, rule = (
-        extent(k.shape[1], length, D),
-        (q_pos, k_pos, q_seq, k_seq),
-        (scale, window, cap),
-    )
+    keys = extent(k.shape[1], length, D)
+    places_of, rule = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
     tasks = B * H * -(-T // queries_in_block(D))
-    if B * T * H * D * keys < SERIAL:
+    if B * T * H * D * keys < online.SERIAL:
         for task in range(tasks):
             attend(y, lse, q, k, v, places_of, sinks, keys, rule, task)
     else:

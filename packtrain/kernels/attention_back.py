@@ -6,40 +6,11 @@ few of those, it is one head of the queries, with dk and dv of its own, which ar
 
 from numba import types
 
+from packtrain.kernels import online, simd
 from packtrain.kernels.attention import extent, pack, packed_rows, queries_in_block
 from packtrain.kernels.call import each, kernel
-from packtrain.kernels.online import (
-    KEYS,
-    LOG2E,
-    SERIAL,
-    STATE,
-    clear,
-    f32,
-    i64,
-    in3,
-    in4,
-    larger,
-    out4,
-    places,
-    power,
-    rule,
-    squash,
-    void,
-)
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    ids1,
-    load,
-    load_part,
-    poke,
-    scratch,
-    splat,
-    store,
-    store_part,
-    total,
-)
+from packtrain.kernels.online import KEYS, STATE, f32, i64, in3, in4, out4, places, rule, void
+from packtrain.kernels.simd import LANES, address, fma, ids1, load, load_part, poke, scratch, store
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
 from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, ids2, place_queries, sight
 
@@ -53,14 +24,14 @@ def prepare_back(state, dy, y, stride, lse, rows, lanes, width, scale):
     lse    (rows,)
     """
     for i in range(0, lanes, LANES):
-        store(state, i, load_part(lse, i, rows - i) * LOG2E)
+        store(state, i, load_part(lse, i, rows - i) * online.LOG2E)
     for i in range(lanes):
-        lane_sums = splat(0.0)
+        lane_sums = simd.splat(0.0)
         if i < rows:
             for d in range(0, width, LANES):
                 at, left = i * stride + d, width - d
                 lane_sums = fma(load_part(dy, at, left), load_part(y, at, left), lane_sums)
-        poke(state, QUERIES + i, total(lane_sums) * scale)
+        poke(state, QUERIES + i, simd.total(lane_sums) * scale)
 
 
 @kernel(void(i64, i64, i64, i64, i64, f32))
@@ -73,11 +44,11 @@ def soften_back(scores, d_scores, lanes, count, state, cap):
         lse, delta = load(state, i), load(state, QUERIES + i)
         for j in range(i, count * lanes, lanes):
             score = load(scores, j)
-            p = power(score - lse)
+            p = online.power(score - lse)
             store(scores, j, p)
             d = p * (load(d_scores, j) - delta)
             if cap > 0:
-                t = larger(-1.0, score / cap)
+                t = online.larger(-1.0, score / cap)
                 d = d * (1.0 - t * t)
             store(d_scores, j, d)
 
@@ -97,12 +68,12 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     spots, state = scratch(PLACES), scratch(STATE)
     at, wide, line = ((b * T + first) * H + h) * D, H * D, K * D
     q_rows, dy_rows, dq_rows = address(q, at), address(dy, at), address(dq, at)
-    pack(q_columns, lanes, q_rows, wide, rows, D, scale * LOG2E)
+    pack(q_columns, lanes, q_rows, wide, rows, D, scale * online.LOG2E)
     pack(dy_columns, lanes, dy_rows, wide, rows, D, scale)
     from_lse = address(lse, (b * H + h) * T + first)
     prepare_back(state, dy_rows, address(y, at), wide, from_lse, rows, lanes, D, scale)
     span = place_queries(spots, q_pos, q_seq, b, first, rows, window)
-    clear(dq_rows, wide, rows, D)
+    online.clear(dq_rows, wide, rows, D)
     for start in range(0, keys, KEYS):
         count = min(KEYS, keys - start)
         seen = sight(span, k_pos, k_seq, b, start, count)
@@ -114,10 +85,10 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
         rows_product(count, lanes, D, p, lanes, key, line, q_columns, lanes, False)
         rows_product(count, lanes, D, ds, lanes, value, line, dy_columns, lanes, False)
         if cap > 0:
-            squash(p, count * lanes, cap * LOG2E)
+            online.squash(p, count * lanes, cap * online.LOG2E)
         if seen == SOME:
             hide(p, lanes, spots, k_pos, k_seq, b, start, count)
-        soften_back(p, ds, lanes, count, state, cap * LOG2E)
+        soften_back(p, ds, lanes, count, state, cap * online.LOG2E)
         rows_product(count, D, rows, address(dv, to), G * D, p, lanes, dy_rows, wide, True)
         rows_product(count, D, rows, address(dk, to), G * D, ds, lanes, q_rows, wide, True)
         columns_product(rows, D, count, dq_rows, wide, ds, lanes, key, line, True)
@@ -130,7 +101,7 @@ def head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task):
     S, G = grads[1].shape[1:3]
     b, head, group = task // G, task % G, H // G
     for x in grads[1:]:
-        clear(address(x, (b * S * G + head) * D), G * D, S, D)
+        online.clear(address(x, (b * S * G + head) * D), G * D, S, D)
     for h in range(head * group, (head + 1) * group):
         for first in range(0, T, queries_in_block(D)):
             attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first)
@@ -147,7 +118,7 @@ def add_heads(x, parts, row):
             v = load_part(parts, source + d, D - d)
             for g in range(1, group):
                 v = v + load_part(parts, source + g * D + d, D - d)
-            store_part(x, to + d, v, D - d)
+            simd.store_part(x, to + d, v, D - d)
 
 
 @kernel(
@@ -174,7 +145,7 @@ def attention_back(
     keys = extent(k.shape[1], length, D)
     grads, tasks = (dq, own_dk, own_dv), B * own_dk.shape[2]
     places_of, rule = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
-    if B * T * H * D * keys < SERIAL:
+    if B * T * H * D * keys < online.SERIAL:
         for task in range(tasks):
             head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task)
     else:

@@ -8,44 +8,13 @@ head width; many go in blocks, like those of `attention`.
 from numba import types
 
 from packtrain import dtypes
+from packtrain.kernels import online, simd
 from packtrain.kernels.attention import begin, finish, pack, packed_rows, queries_in_block, soften
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import UNPACKERS
-from packtrain.kernels.online import (
-    KEYS,
-    LOG2E,
-    LOWEST,
-    STATE,
-    WIDEST,
-    clear,
-    f32,
-    i64,
-    larger,
-    power,
-    squash,
-    void,
-)
+from packtrain.kernels.online import KEYS, LOG2E, LOWEST, STATE, WIDEST, f32, i64, power, void
 from packtrain.kernels.panels import fetch
-from packtrain.kernels.simd import (
-    INFINITY,
-    LANES,
-    address,
-    fma,
-    ids1,
-    in1,
-    in3,
-    keep_first,
-    largest,
-    load_part,
-    out3,
-    peek,
-    poke,
-    scratch,
-    splat,
-    store,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import INFINITY, LANES, ids1, in1, in3, load_part, out3, poke, scratch
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
 from packtrain.kernels.visible import PLACES, QUERIES, earliest, hide_after, ids2, put_places
 
@@ -71,7 +40,7 @@ def gather(target, x, head, width, order, row, start, count):
         source = x.ctypes.data + i64(order[row, start + j]) * line + head * nbytes
         if nbytes == 4 * width:
             for d in range(0, width, LANES):
-                store_part(to, d, load_part(source, d, width - d), width - d)
+                simd.store_part(to, d, load_part(source, d, width - d), width - d)
         elif nbytes == 2 * width:
             f16(to, source, width)
         else:
@@ -109,12 +78,12 @@ def score(scores, group, q, width, key, count, factor):
     """scores (group, KEYS) = factor * q k of a group of heads of one query that share a kv head."""
     for j in range(count):
         for h in range(group):
-            dot = splat(0.0)
+            dot = simd.splat(0.0)
             for d in range(0, width, LANES):
                 left = width - d
                 at_key = load_part(key, j * width + d, left)
-                dot = fma(load_part(q, h * width + d, left), at_key, dot)
-            poke(scores, h * KEYS + j, total(dot) * factor)
+                dot = simd.fma(load_part(q, h * width + d, left), at_key, dot)
+            poke(scores, h * KEYS + j, simd.total(dot) * factor)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64))
@@ -125,33 +94,33 @@ def soften_one(scores, count, sums, h, y, width):
     sums    (2, FEW_HEADS)  top and sum
     y       (heads, width)
     """
-    old = peek(sums, h)
-    row, top, added = scores + 4 * KEYS * h, splat(old), splat(0.0)
-    hidden = splat(-INFINITY)
+    old = simd.peek(sums, h)
+    row, top, added = scores + 4 * KEYS * h, simd.splat(old), simd.splat(0.0)
+    hidden = simd.splat(-INFINITY)
     for j in range(0, count, LANES):
-        top = larger(top, keep_first(load_part(row, j, count - j), count - j, hidden))
-    high = largest(top)
+        top = online.larger(top, simd.keep_first(load_part(row, j, count - j), count - j, hidden))
+    high = simd.largest(top)
     for j in range(0, count, LANES):
-        e = power(keep_first(load_part(row, j, count - j), count - j, hidden) - high)
-        store(row, j, e)
+        e = power(simd.keep_first(load_part(row, j, count - j), count - j, hidden) - high)
+        simd.store(row, j, e)
         added = added + e
-    fade = power(splat(old - high))
+    fade = power(simd.splat(old - high))
     poke(sums, h, high)
-    poke(sums, FEW_HEADS + h, total(fade * peek(sums, FEW_HEADS + h) / LANES + added))
+    poke(sums, FEW_HEADS + h, simd.total(fade * simd.peek(sums, FEW_HEADS + h) / LANES + added))
     for d in range(0, width, LANES):
         at = h * width + d
-        store_part(y, at, load_part(y, at, width - d) * fade, width - d)
+        simd.store_part(y, at, load_part(y, at, width - d) * fade, width - d)
 
 
 @kernel(void(i64, i64, i64, i64))
 def finish_one(group, sums, y, width):
     """Divide rows y (group, width) by their sums; 0 for a query without keys."""
     for h in range(group):
-        seen = peek(sums, FEW_HEADS + h)
+        seen = simd.peek(sums, FEW_HEADS + h)
         by = f32(1.0) / seen if seen != 0 else seen
         for d in range(0, width, LANES):
             at = h * width + d
-            store_part(y, at, load_part(y, at, width - d) * by, width - d)
+            simd.store_part(y, at, load_part(y, at, width - d) * by, width - d)
 
 
 @kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64))
@@ -168,8 +137,8 @@ def attend_one(y, q, k, v, places_of, sinks, rule, task):
     end = first_from(order, row, count, k_pos, position + 1)
     for first in range(head * sharing, (head + 1) * sharing, FEW_HEADS):
         group = min(FEW_HEADS, (head + 1) * sharing - first)
-        at_q, at_y = address(q, (t * H + first) * D), address(y, (t * H + first) * D)
-        clear(at_y, D, group, D)
+        at_q, at_y = simd.address(q, (t * H + first) * D), simd.address(y, (t * H + first) * D)
+        online.clear(at_y, D, group, D)
         for h in range(group):
             poke(sums, h, f32(sinks[first + h] * LOG2E) if sinks.size else f32(LOWEST))
             poke(sums, FEW_HEADS + h, f32(1.0) if sinks.size else f32(0.0))
@@ -181,7 +150,7 @@ def attend_one(y, q, k, v, places_of, sinks, rule, task):
             fetch_heads(k, head, order, row, start + some, min(KEYS, end - start - some))
             score(scores, group, at_q, D, block, some, f32(scale * LOG2E))
             if cap > 0:
-                squash(scores, group * KEYS, cap * LOG2E)
+                online.squash(scores, group * KEYS, cap * LOG2E)
             for h in range(group):
                 soften_one(scores, some, sums, h, at_y, D)
             gather(block, v, head, D, order, row, start, some)
@@ -202,7 +171,7 @@ def attend_run(y, q, k, v, places_of, sinks, rule, h, first, rows):
     scores, block = on_stack(KEYS * lanes), on_stack(KEYS * D)
     spots, sums, lse = scratch(PLACES), scratch(STATE), scratch(QUERIES)
     at = (first * H + h) * D
-    pack(columns, lanes, address(q, at), H * D, rows, D, f32(scale * LOG2E))
+    pack(columns, lanes, simd.address(q, at), H * D, rows, D, f32(scale * LOG2E))
     low_pos, high_pos = put_places(spots, q_pos, first, rows, window)
     begin(sums, mixed, lanes, D, sinks, h)
     count = i64(counts[row])
@@ -213,12 +182,12 @@ def attend_run(y, q, k, v, places_of, sinks, rule, h, first, rows):
         gather(block, k, head, D, order, row, start, some)
         rows_product(some, lanes, D, scores, lanes, block, D, columns, lanes, False)
         if cap > 0:
-            squash(scores, some * lanes, cap * LOG2E)
+            online.squash(scores, some * lanes, cap * LOG2E)
         hide_after(scores, lanes, spots, k_pos, order, row, start, some)
         soften(scores, lanes, some, sums, mixed, D)
         gather(block, v, head, D, order, row, start, some)
         columns_product(D, lanes, some, mixed, lanes, block, D, scores, lanes, True)
-    finish(address(y, at), H * D, lse, rows, sums, mixed, lanes, D)
+    finish(simd.address(y, at), H * D, lse, rows, sums, mixed, lanes, D)
 
 
 @kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64))

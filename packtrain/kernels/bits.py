@@ -9,23 +9,10 @@ import operator
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
+from numba.extending import lower_cast, models, register_model
 
-from packtrain.kernels import runtime
-from packtrain.kernels.simd import (
-    BITS,
-    F32,
-    I32,
-    I64,
-    LANES,
-    MASK,
-    VECTOR,
-    call,
-    f32x16,
-    fold,
-    spread,
-)
+from packtrain.kernels import runtime, simd
+from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, MASK, VECTOR, f32x16
 
 llvmlite.binding.initialize_native_asmparser()
 AVX512, AVX2, F16C = (runtime.has(name) for name in ("avx512f", "avx2", "f16c"))
@@ -51,51 +38,36 @@ class BitsModel(models.PrimitiveModel):
 
 @lower_cast(types.Integer, Bits)
 def integer_to_bits(context, builder, fromty, toty, value):
-    return spread(builder, context.cast(builder, value, fromty, types.int32), BITS)
+    return simd.spread(builder, context.cast(builder, value, fromty, types.int32), BITS)
 
 
-def binary_operator(symbol, instruction):
-    @infer_global(symbol)
-    class Operator(AbstractTemplate):
-        def generic(self, args, kws):
-            if i32x16 in args and all(isinstance(a, (Bits, types.Integer)) for a in args):
-                return signature(i32x16, i32x16, i32x16)
-            return None
-
-    @lower_builtin(symbol, i32x16, i32x16)
-    def lower(context, builder, sig, args):
-        return getattr(builder, instruction)(*args)
-
-
-for name, instruction in {
+for name, emitted in {
     "and_": "and_", "or_": "or_", "add": "add", "sub": "sub", "mul": "mul", "lshift": "shl", "rshift": "lshr"
 }.items():  # fmt: skip
-    binary_operator(getattr(operator, name), instruction)
+    simd.binary_operator(i32x16, types.Integer, getattr(operator, name), emitted)
 
 
 def reading(kind, result, emit):
     """An intrinsic (address, i): emit(builder, value) of element i there, or of sixteen from it on."""
 
-    def codegen(context, builder, sig, args):
+    def emit_read(builder, address, i):
         one = kind.element if isinstance(kind, ir.VectorType) else kind
-        at = builder.gep(builder.inttoptr(args[0], one.as_pointer()), [args[1]])
+        at = builder.gep(builder.inttoptr(address, one.as_pointer()), [i])
         return emit(builder, builder.load(builder.bitcast(at, kind.as_pointer()), align=1))
 
-    return intrinsic(lambda typingctx, a, i: (result(types.int64, types.int64), codegen))
+    return simd.instruction(result, types.int64, types.int64)(emit_read)
 
 
 def writing(given, emit):
     """An intrinsic (address, i, value): emit(builder, value) becomes element i there, or sixteen from it on."""
 
-    def codegen(context, builder, sig, args):
-        value = emit(builder, args[2])
+    def emit_write(builder, address, i, value):
+        value = emit(builder, value)
         one = value.type.element if isinstance(value.type, ir.VectorType) else value.type
-        at = builder.gep(builder.inttoptr(args[0], one.as_pointer()), [args[1]])
+        at = builder.gep(builder.inttoptr(address, one.as_pointer()), [i])
         builder.store(value, builder.bitcast(at, value.type.as_pointer()), align=1)
-        return context.get_dummy_value()
 
-    place = (types.int64, types.int64)
-    return intrinsic(lambda typingctx, a, i, value: (types.void(*place, given), codegen))
+    return simd.instruction(types.void, types.int64, types.int64, given)(emit_write)
 
 
 def sixteen(kind):
@@ -129,8 +101,9 @@ put_half = writing(types.float32, lambda builder, v: builder.fptrunc(v, HALF))
 
 
 def emit_pick(builder, values, numbers):
+    """values[numbers] by lane; only the low four bits of a number count."""
     if AVX512:  # one permutation, which LLVM finds in the other form only at times
-        return call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, numbers)
+        return simd.call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, numbers)
     if AVX2:
         return emit_pick_by_eight(builder, values, numbers)
     picked = ir.Constant(VECTOR, ir.Undefined)
@@ -151,7 +124,7 @@ def emit_pick_by_eight(builder, values, numbers):
     made = []
     for index in (half(numbers, 0), half(numbers, 8)):
         low, high = (
-            call(builder, "llvm.x86.avx2.permps", eight, half(values, first), index)
+            simd.call(builder, "llvm.x86.avx2.permps", eight, half(values, first), index)
             for first in (0, 8)
         )
         fourth = builder.and_(index, ir.Constant(places, [8] * 8))
@@ -160,14 +133,7 @@ def emit_pick_by_eight(builder, values, numbers):
     return builder.shuffle_vector(*made, ir.Constant(BITS, list(range(LANES))))
 
 
-@intrinsic
-def pick(typingctx, table, index):
-    """table[index] by lane; only the low four bits of an index count."""
-
-    def codegen(context, builder, sig, args):
-        return emit_pick(builder, *args)
-
-    return f32x16(f32x16, i32x16), codegen
+pick = simd.instruction(f32x16, f32x16, i32x16)(emit_pick)
 
 
 def low_bits(count):
@@ -178,15 +144,14 @@ def low_bits(count):
     most = (1 << count) - 1
     each = ir.Constant(VECTOR, [float(lane & most) for lane in range(LANES)])
 
-    def codegen(context, builder, sig, args):
-        b, d, m = args
+    def emit(builder, b, d, m):
         code = each
         if not AVX512:
             code = builder.sitofp(builder.and_(b, ir.Constant(BITS, [most] * LANES)), VECTOR)
-        values = call(builder, "llvm.fma.v16f32", VECTOR, code, d, m)
+        values = simd.call(builder, "llvm.fma.v16f32", VECTOR, code, d, m)
         return emit_pick(builder, values, b) if AVX512 else values
 
-    return intrinsic(lambda typingctx, b, d, m: (f32x16(i32x16, f32x16, f32x16), codegen))
+    return simd.instruction(f32x16, i32x16, f32x16, f32x16)(emit)
 
 
 low_2 = low_bits(2)
@@ -195,47 +160,34 @@ low_2 = low_bits(2)
 def where_set(emit):
     """An intrinsic (v, bits, w): emit(builder, v, w) in lane i where bit i is set, elsewhere v."""
 
-    def codegen(context, builder, sig, args):
-        v, bits, w = args
+    def emit_where(builder, v, bits, w):
         mask = builder.bitcast(builder.trunc(bits, I16), MASK)
         return builder.select(mask, emit(builder, v, w), v)
 
-    return intrinsic(lambda typingctx, v, bits, w: (f32x16(f32x16, types.int64, f32x16), codegen))
+    return simd.instruction(f32x16, f32x16, types.int64, f32x16)(emit_where)
 
 
 put_where = where_set(lambda builder, v, w: w)
 
 
-@intrinsic
-def bytes_of(typingctx, low, high):
+@simd.instruction(i32x16, types.int64, types.int64)
+def bytes_of(builder, low, high):
     """The sixteen bytes of two int64."""
-
-    def codegen(context, builder, sig, args):
-        both = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
-        for place, word in enumerate(args):
-            both = builder.insert_element(both, word, I32(place))
-        return builder.zext(builder.bitcast(both, sixteen(I8)), BITS)
-
-    return i32x16(types.int64, types.int64), codegen
+    both = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
+    for place, word in enumerate((low, high)):
+        both = builder.insert_element(both, word, I32(place))
+    return builder.zext(builder.bitcast(both, sixteen(I8)), BITS)
 
 
-@intrinsic
-def lane_numbers(typingctx):
+@simd.instruction(i32x16)
+def lane_numbers(builder):
     """0 .. 15."""
-
-    def codegen(context, builder, sig, args):
-        return ir.Constant(BITS, list(range(LANES)))
-
-    return i32x16(), codegen
+    return ir.Constant(BITS, list(range(LANES)))
 
 
 def converting(given, result, emit):
     """An intrinsic on one vector: emit(builder, vector)."""
-
-    def codegen(context, builder, sig, args):
-        return emit(builder, *args)
-
-    return intrinsic(lambda typingctx, a: (result(given), codegen))
+    return simd.instruction(result, given)(emit)
 
 
 spread_bits = converting(i32x16, i32x16, lambda builder, v: v)
@@ -269,25 +221,18 @@ class SumsModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, WIDE)
 
 
-@intrinsic
-def no_sums(typingctx):
-    return f64x16(), lambda context, builder, sig, args: ir.Constant(WIDE, [0.0] * LANES)
+@simd.instruction(f64x16)
+def no_sums(builder):
+    return ir.Constant(WIDE, [0.0] * LANES)
 
 
-@intrinsic
-def add_squares(typingctx, sums, v):
+@simd.instruction(f64x16, f64x16, f32x16)
+def add_squares(builder, sums, v):
     """sums + v * v by lane."""
-
-    def codegen(context, builder, sig, args):
-        wide = builder.fpext(args[1], WIDE)
-        return call(builder, "llvm.fma.v16f64", WIDE, wide, wide, args[0])
-
-    return f64x16(f64x16, f32x16), codegen
+    wide = builder.fpext(v, WIDE)
+    return simd.call(builder, "llvm.fma.v16f64", WIDE, wide, wide, sums)
 
 
-@intrinsic
-def total_of(typingctx, sums):
-    def codegen(context, builder, sig, args):
-        return fold(builder, args[0], lambda builder, a, b: builder.fadd(a, b))
-
-    return types.float64(f64x16), codegen
+@simd.instruction(types.float64, f64x16)
+def total_of(builder, sums):
+    return simd.fold(builder, sums, lambda builder, a, b: builder.fadd(a, b))

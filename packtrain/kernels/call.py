@@ -82,6 +82,9 @@ def call(context, builder, function, args):
 
 
 def in_parallel(task, given, count):
+    if count == 1:  # a parallel region costs more
+        call_task(task, given, 0)
+        return
     for number in prange(count):
         call_task(task, given, number)
 
@@ -199,5 +202,6 @@ def span_tasks(typingctx, function, given, count, size, step):
 
 @njit(inline="always")
 def spans(function, given, size, step):
-    """function(*given, start, stop) for each span of `step` of `size`, on the threads."""
-    span_tasks(function, given, -(-size // step), size, step)
+    """function(*given, start, stop) for each span of `step`, at least 1, of `size`; several on the threads."""
+    length = max(1, step)
+    span_tasks(function, given, -(-size // length), size, length)

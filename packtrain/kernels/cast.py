@@ -3,15 +3,7 @@
 from llvmlite import ir
 from numba import types
 
-from packtrain.kernels.bits import (
-    as_floats,
-    put_short,
-    short_at,
-    shorts_at,
-    sixteen,
-    word_at,
-    writing,
-)
+from packtrain.kernels import bits
 from packtrain.kernels.call import kernel, spans
 from packtrain.kernels.simd import BITS, LANES, address, f32x16, in1, load, out1, store
 
@@ -32,10 +24,10 @@ def emit_rounded(builder, v):
     odd = builder.and_(builder.lshr(word, each(16)), each(1))
     up = builder.lshr(builder.add(word, builder.add(odd, each(0x7FFF))), each(16))
     unordered = builder.fcmp_unordered("uno", v, v)
-    return builder.trunc(builder.select(unordered, each(NAN), up), sixteen(I16))
+    return builder.trunc(builder.select(unordered, each(NAN), up), bits.sixteen(I16))
 
 
-put_rounded = writing(f32x16, emit_rounded)  # sixteen values as bf16
+put_rounded = bits.writing(f32x16, emit_rounded)  # sixteen values as bf16
 
 
 @kernel(void(out_words, in1, i64, i64))
@@ -45,9 +37,9 @@ def narrow_some(y, x, start, stop):
     for i in range(start, whole, LANES):
         put_rounded(to, i, load(source, i))
     for i in range(whole, stop):
-        word = word_at(source, i)
+        word = bits.word_at(source, i)
         up = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
-        put_short(to, i, NAN if word & 0x7FFFFFFF > INFINITY else up)
+        bits.put_short(to, i, NAN if word & 0x7FFFFFFF > INFINITY else up)
 
 
 @kernel(void(out1, words, i64, i64))
@@ -55,10 +47,10 @@ def widen_some(y, x, start, stop):
     to, source = address(y, 0), x.ctypes.data
     whole = start + (stop - start) // LANES * LANES
     for i in range(start, whole, LANES):
-        store(to, i, as_floats(shorts_at(source, i) << 16))
+        store(to, i, bits.as_floats(bits.shorts_at(source, i) << 16))
     for i in range(whole, stop):
-        put_short(to, 2 * i, 0)
-        put_short(to, 2 * i + 1, short_at(source, i))
+        bits.put_short(to, 2 * i, 0)
+        bits.put_short(to, 2 * i + 1, bits.short_at(source, i))
 
 
 @kernel(void(out_words, in1))

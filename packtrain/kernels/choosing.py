@@ -8,24 +8,10 @@ import math
 import numpy as np
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.bits import put_word, word_at
 from packtrain.kernels.call import kernel, part, spans
-from packtrain.kernels.simd import (
-    LANES,
-    absolute,
-    in2,
-    largest,
-    load,
-    maximum,
-    out2,
-    peek,
-    poke,
-    scratch,
-    select_less,
-    splat,
-    store,
-    total,
-)
+from packtrain.kernels.simd import LANES, in2, out2
 
 i64, f32, f64, u64, void = types.int64, types.float32, types.float64, types.uint64, types.void
 ids2, out_ids2 = types.Array(types.int32, 2, "C", readonly=True), types.Array(types.int32, 2, "C")
@@ -68,11 +54,11 @@ def seen(x):
 @part(f32(in2, i64, i64))
 def largest_of(x, first, stop):
     """Of the values `seen` in some spans."""
-    most = splat(-INFINITY)
+    most = simd.splat(-INFINITY)
     for i in range(first, stop, LANES):
-        v = load(x, i)
-        most = maximum(select_less(absolute(v), INFINITY, v, INFINITY), most)
-    return largest(most)
+        v = simd.load(x, i)
+        most = simd.maximum(simd.select_less(simd.absolute(v), INFINITY, v, INFINITY), most)
+    return simd.largest(most)
 
 
 @kernel(void(out_ids2, out2, in2, i64, i64, i64, i64))
@@ -89,19 +75,19 @@ def offer(ids, values, x, row, start, stop, k):
 @part(i64(i64, i64, i64, f32))
 def count_less(v, first, stop, than):
     """How many of some spans of values at v are less."""
-    found = splat(0.0)
+    found = simd.splat(0.0)
     for i in range(first, stop, LANES):
-        found = found + select_less(load(v, i), than, 1.0, 0.0)
-    return i64(total(found))
+        found = found + simd.select_less(simd.load(v, i), than, 1.0, 0.0)
+    return i64(simd.total(found))
 
 
 @kernel(f32(i64, i64, i64))
 def reached(most, count, k):
     """The largest of `count` values that k of them reach, and room for a span behind them."""
-    store(most, count, splat(INFINITY))
+    simd.store(most, count, simd.splat(INFINITY))
     least = f32(-INFINITY)
     for i in range(count):
-        v = peek(most, i)
+        v = simd.peek(most, i)
         enough = count_less(most, 0, count, v) <= count - k
         least = max(least, v if enough else f32(-INFINITY))
     return least
@@ -114,7 +100,7 @@ def collect(found, at, many, x, row, first, stop, least):
         if many == ROOM:
             return ROOM + 1
         v = seen(x[row, e])
-        poke(found, many, v)
+        simd.poke(found, many, v)
         put_word(at, many, e)
         many += i64(v >= least)
     return many
@@ -123,17 +109,17 @@ def collect(found, at, many, x, row, first, stop, least):
 @kernel(void(out_ids2, out2, i64, i64, i64, i64))
 def put_in_order(ids, values, row, found, at, many):
     """Values to the places that so many greater ones, or equal ones before them, leave them."""
-    store(found, many, splat(-INFINITY))
+    simd.store(found, many, simd.splat(-INFINITY))
     for i in range(many):
-        v, here = peek(found, i), i // LANES * LANES
+        v, here = simd.peek(found, i), i // LANES * LANES
         place = here - count_less(found, 0, here, v)
         for j in range(here, here + LANES):
-            w = peek(found, j)
+            w = simd.peek(found, j)
             place += i64(w > v) + i64((w == v) & (j < i))
-        over = splat(0.0)
+        over = simd.splat(0.0)
         for j in range(here + LANES, many, LANES):
-            over = over + select_less(v, load(found, j), 1.0, 0.0)
-        place += i64(total(over))
+            over = over + simd.select_less(v, simd.load(found, j), 1.0, 0.0)
+        place += i64(simd.total(over))
         if place < ids.shape[1]:
             values[row, place], ids[row, place] = v, word_at(at, i)
 
@@ -148,13 +134,13 @@ def candidates_at_once(ids, values, x, row):
     step = size // (SHARES * max(k, 1)) // SPAN * SPAN
     if step == 0 or k > MOST or size // step > ROOM:
         return False
-    most, found, at = scratch(ROOMS), scratch(ROOMS), scratch(ROOMS)
+    most, found, at = simd.scratch(ROOMS), simd.scratch(ROOMS), simd.scratch(ROOMS)
     count, many, first = size // step, i64(0), row * size
     for i in range(count):
-        poke(most, i, largest_of(x, first + i * step, first + (i + 1) * step))
+        simd.poke(most, i, largest_of(x, first + i * step, first + (i + 1) * step))
     least = reached(most, count, k)
     for i in range(count):
-        if peek(most, i) < least:
+        if simd.peek(most, i) < least:
             continue
         for e in range(i * step, (i + 1) * step, SPAN):
             if largest_of(x, first + e, first + e + SPAN) >= least:

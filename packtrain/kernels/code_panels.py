@@ -12,15 +12,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from packtrain.kernels.dot_tile import (
-    CODES_FORM,
-    MORE,
-    SCALES_FORM,
-    called,
-    line,
-    share_of,
-    width_of,
-)
+from packtrain.kernels import dot_tile
+from packtrain.kernels.dot_tile import CODES_FORM, MORE, SCALES_FORM, called, line, width_of
 from packtrain.kernels.gemm import emit_write
 from packtrain.kernels.octets import BY_SIGN, CODES, VNNI, by_fours, by_fours_signed, put, read
 from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, VECTOR, call, spread
@@ -41,7 +34,9 @@ class Form(NamedTuple):
 
 def form_of(dtype):
     codes = dtype.code["codes"]
-    return Form(width_of(dtype), share_of(dtype), codes.less == 0, codes.signed and not VNNI)
+    return Form(
+        width_of(dtype), dot_tile.share_of(dtype), codes.less == 0, codes.signed and not VNNI
+    )
 
 
 class Tile:

@@ -5,27 +5,15 @@ A code is an integer for value = code * scale + offset. Addresses are those of f
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.bits import put_bytes, set_lanes, to_bits
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.simd import (
-    absolute,
-    copysign,
-    f32x16,
-    lanewise,
-    largest,
-    load,
-    maximum,
-    named,
-    neg,
-    peek,
-    select_less,
-    total,
-)
+from packtrain.kernels.simd import absolute, f32x16, largest, load, maximum, neg, select_less, total
 
 i64, f32, void = types.int64, types.float32, types.void
 SMALLEST = 2.9387359e-39  # the reciprocal of smaller values is infinite
 ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer
-floor = lanewise(named("floor"), 1)
+floor = simd.lanewise(simd.named("floor"), 1)
 
 
 @part(f32(f32))
@@ -60,7 +48,7 @@ def put_rounded(y, x, inverse):
     v = load(x, 0) * inverse
     size = absolute(v)
     whole = floor(size)
-    put_bytes(y, 0, to_bits(copysign(whole + floor((size - whole) * 2.0), v)))
+    put_bytes(y, 0, to_bits(simd.copysign(whole + floor((size - whole) * 2.0), v)))
 
 
 @part(f32x16(f32x16, f32, f32))
@@ -105,10 +93,8 @@ def fit(x, most, first, trials):
     for trial in range(-1, trials + 1):
         codes = most if trial < 0 else most + first + f32(0.1) * f32(trial)
         inverse = codes / (high - low)
-        la, lb = (
-            rounded((a - low) * inverse, f32(0), most),
-            rounded((b - low) * inverse, f32(0), most),
-        )
+        la = rounded((a - low) * inverse, f32(0), most)
+        lb = rounded((b - low) * inverse, f32(0), most)
         if trial < 0:
             new_scale, new_low = (high - low) / most, low
         else:
@@ -129,8 +115,8 @@ def extreme(x, n):
     high, low = largest(maximum(a, b)), largest(maximum(neg(a), neg(b)))
     if high != low:
         return high if high > low else -low
-    found = peek(x, 0)
+    found = simd.peek(x, 0)
     for i in range(1, n):
-        if abs(peek(x, i)) > abs(found):
-            found = peek(x, i)
+        if abs(simd.peek(x, i)) > abs(found):
+            found = simd.peek(x, i)
     return found

@@ -5,24 +5,12 @@
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, part, spans
 from packtrain.kernels.gemm import DEEP, sgemm, times_block
 from packtrain.kernels.operands import pack_b
 from packtrain.kernels.panels import PANEL, places
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    ids1,
-    in1,
-    load_part,
-    out1,
-    peek,
-    poke,
-    scratch,
-    splat,
-    store,
-    store_part,
-)
+from packtrain.kernels.simd import LANES, address, ids1, in1, load_part, out1, peek, poke, scratch
 
 i64, f32, void, flag = types.int64, types.float32, types.void, types.boolean
 TASK = 1 << 20  # multiply-adds
@@ -40,9 +28,9 @@ def run(back, panel, x, count):
     for s in range(0, count, LANES):
         left = count - s
         if back:
-            store_part(x, s, load_part(x, s, left) + load_part(panel, s, left), left)
+            simd.store_part(x, s, load_part(x, s, left) + load_part(panel, s, left), left)
         else:
-            store_part(panel, s, load_part(x, s, left), left)
+            simd.store_part(panel, s, load_part(x, s, left), left)
 
 
 @part(void(flag, i64, i64, i64, i64, i64))
@@ -79,7 +67,7 @@ def lay(back, panel, wide, x, first, depth, start, sizes):
         to = address(panel, k * wide)
         if not back and ph + pw > 0:
             for t in range(0, count, LANES):
-                store_part(to, t, splat(0.0), count - t)
+                simd.store_part(to, t, simd.splat(0.0), count - t)
         i, j, t = start // ow, start % ow, i64(0)
         while t < count:
             n = min(ow - j, count - t)
@@ -101,7 +89,7 @@ def strip(y, x, w, channels, filters, windows, start, sizes):
         depth = min(i64(DEEP), size - first)
         lay(False, panel, PANEL, x, first, depth, start, sizes)
         for at in range(depth * PANEL, places(depth, 0) * PANEL, LANES):
-            store(panel, at, splat(0.0))
+            simd.store(panel, at, simd.splat(0.0))
         keep = f32(1.0) if first else f32(0.0)
         left, target = min(i64(PANEL), windows - start), address(y, start)
         given = filters, left, address(w, first), size, panel, depth
@@ -129,7 +117,7 @@ def conv(y, x, w, pictures, channels, filters, sizes):
     """
     count = -(-i64(sizes[4]) * sizes[5] // PANEL)
     work = channels * sizes[2] * sizes[3] * filters * PANEL
-    spans(strips, (y, x, w, channels, filters, sizes), pictures * count, max(1, TASK // work))
+    spans(strips, (y, x, w, channels, filters, sizes), pictures * count, TASK // work)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, ids1))
@@ -179,7 +167,7 @@ def conv_back(dx, dy, w, pictures, channels, filters, sizes):
     count = -(-channels // many)
     work = min(many, channels) * window * filters * sizes[4] * sizes[5]
     given = (dx, dy, w, channels, filters, sizes)
-    spans(groups, given, pictures * count, max(1, TASK // max(1, work)))
+    spans(groups, given, pictures * count, TASK // max(1, work))
 
 
 @kernel(void(out1, in1, in1, i64, i64, i64, i64, ids1, i64))
@@ -210,10 +198,10 @@ def share(partial, dy, x, pictures, channels, filters, shares, sizes, number):
 def add_shares(dw, partial, shares, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
-        lanes = splat(0.0)
+        lanes = simd.splat(0.0)
         for number in range(shares):
             lanes += load_part(partial, number * dw.size + i, left)
-        store_part(dw, i, lanes, left)
+        simd.store_part(dw, i, lanes, left)
 
 
 @kernel(void(out1, out1, in1, in1, i64, i64, i64, ids1))

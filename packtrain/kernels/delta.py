@@ -8,27 +8,13 @@ import math
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, part
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    ids1,
-    in2,
-    load_part,
-    out2,
-    out3,
-    peek,
-    poke,
-    rank,
-    splat,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import LANES, address, ids1, in2, load_part, out2, out3, peek, splat
 from packtrain.kernels.vectors import add_scaled, begin_lines, begins, copy, dot, fill
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
-out4 = rank(4)
+out4 = simd.rank(4)
 CHUNK = 32  # tokens between states that are kept for the gradient
 
 
@@ -53,8 +39,8 @@ def error(row, k, of_k, value, decay, beta, n):
     """What a row of the state is not right by at k: beta's part of it is added there."""
     seen = splat(0.0)
     for j in range(0, n, LANES):
-        seen = fma(load_part(row, j, n - j), load_part(k, j, n - j), seen)
-    return value - decay * of_k * total(seen)
+        seen = simd.fma(load_part(row, j, n - j), load_part(k, j, n - j), seen)
+    return value - decay * of_k * simd.total(seen)
 
 
 @kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
@@ -66,10 +52,10 @@ def advance(y, s, v, q, k, decay, beta, eps, p, n):
         by = splat(beta * of_k * error(row, k, of_k, peek(v, i), decay, beta, n))
         for j in range(0, n, LANES):
             left = n - j
-            new = fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
-            store_part(row, j, new, left)
-            found = fma(new, load_part(q, j, left), found)
-        poke(y, i, of_q * total(found))
+            new = simd.fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
+            simd.store_part(row, j, new, left)
+            found = simd.fma(new, load_part(q, j, left), found)
+        simd.poke(y, i, of_q * simd.total(found))
 
 
 @kernel(void(out2, out3, in2, in2, in2, ids1, i64, i64, i64, f32, i64))
@@ -110,15 +96,15 @@ def forth(state, errors, dq, dy, v, q, k, of_q, of_k, decay, beta, p, n):
     for i in range(p):
         row, found, slope = address(state, i * n), splat(0.0), splat(scale * peek(dy, i))
         wrong = error(row, k, of_k, peek(v, i), decay, beta, n)
-        poke(errors, i, wrong)
+        simd.poke(errors, i, wrong)
         by = splat(beta * of_k * wrong)
         for j in range(0, n, LANES):
             left = n - j
-            new = fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
-            store_part(row, j, new, left)
-            store_part(dq, j, fma(new, slope, load_part(dq, j, left)), left)
-            found = fma(new, load_part(q, j, left), found)
-        score += f64(scale * of_q * total(found)) * f64(peek(dy, i))
+            new = simd.fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
+            simd.store_part(row, j, new, left)
+            simd.store_part(dq, j, simd.fma(new, slope, load_part(dq, j, left)), left)
+            found = simd.fma(new, load_part(q, j, left), found)
+        score += f64(scale * of_q * simd.total(found)) * f64(peek(dy, i))
     return score
 
 
@@ -133,18 +119,18 @@ def back(slope, missing, dk, errors, dy, q, k, of_q, of_k, decay, beta, p, n):
         row, found, by = address(slope, i * n), splat(0.0), splat(scale * peek(dy, i))
         for j in range(0, n, LANES):
             left = n - j
-            new = fma(load_part(q, j, left), by, load_part(row, j, left))
-            store_part(row, j, new, left)
-            found = fma(new, load_part(k, j, left), found)
-        of_sum = of_k * total(found)
-        poke(missing, i, of_sum)
+            new = simd.fma(load_part(q, j, left), by, load_part(row, j, left))
+            simd.store_part(row, j, new, left)
+            found = simd.fma(new, load_part(k, j, left), found)
+        of_sum = of_k * simd.total(found)
+        simd.poke(missing, i, of_sum)
         added, less = splat(beta * peek(errors, i)), splat(-beta * of_sum * of_k)
         for j in range(0, n, LANES):
             left = n - j
             new = load_part(row, j, left)
-            store_part(dk, j, fma(new, added, load_part(dk, j, left)), left)
-            new = fma(less, load_part(k, j, left), new)
-            store_part(row, j, new * splat(decay), left)
+            simd.store_part(dk, j, simd.fma(new, added, load_part(dk, j, left)), left)
+            new = simd.fma(less, load_part(k, j, left), new)
+            simd.store_part(row, j, new * splat(decay), left)
 
 
 @kernel(void(i64, i64, i64, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64))
@@ -172,7 +158,7 @@ def through_length(dx, x, by, n):
     along = f32(dot(dx, x, n) * f64(by) * f64(by))
     add_scaled(dx, x, -along, n)
     for j in range(0, n, LANES):
-        store_part(dx, j, load_part(dx, j, n - j) * splat(by), n - j)
+        simd.store_part(dx, j, load_part(dx, j, n - j) * splat(by), n - j)
 
 
 @kernel(void(out2, i64, i64, i64, in2, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64))
@@ -193,7 +179,7 @@ def forward(
             address(at, value), address(at, query), address(at, key), peek(along, t), peek(along, time + t),
             factor(decay[token, h]), beta[token, h], p, n,
         )  # fmt: skip
-        poke(along, 2 * time + t, f32(score))
+        simd.poke(along, 2 * time + t, f32(score))
 
 
 @kernel(
@@ -246,7 +232,7 @@ def backward(
         ddecay[token, h], dbeta[token, h] = f32(kept), f32(dot(missing, own, p))
         to = address(dx, token * wide + value)
         for i in range(p):
-            poke(to, i, by * peek(missing, i))
+            simd.poke(to, i, by * peek(missing, i))
 
 
 @kernel(void(out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ids1, i64, i64, i64, f32, i64))
@@ -261,7 +247,9 @@ def of_group(
     rest = address(along, number * 3 * time)
     for t in range(time):
         for which, at in enumerate((query, key)):
-            poke(rest, which * time + t, inverse(address(x, (line * time + t) * wide + at), n, eps))
+            simd.poke(
+                rest, which * time + t, inverse(address(x, (line * time + t) * wide + at), n, eps)
+            )
             fill(address(dx, (line * time + t) * wide + at), n, f32(0.0))
     for h in range(heads):
         if group_of(h, heads, groups, tiled) == group:
@@ -289,24 +277,9 @@ def delta_back(
 
     states  (lines G, chunks + 1, P, N), errors (lines G, time + 1, P), along (lines G, 3, time): f32, scratch
     """
-    given = (
-        dx,
-        ddecay,
-        dbeta,
-        states,
-        errors,
-        along,
-        dy,
-        x,
-        decay,
-        beta,
-        seq,
-        time,
-        groups,
-        tiled,
-        eps,
-    )
-    each(of_group, given, len(states))
+    outputs = dx, ddecay, dbeta, states, errors, along
+    inputs = dy, x, decay, beta, seq, time, groups, tiled, eps
+    each(of_group, outputs + inputs, len(states))
 
 
 # ---- with states that are kept -------------------------------------------------------------------------------

@@ -14,18 +14,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from packtrain.kernels import octets
 from packtrain.kernels.call import settle
 from packtrain.kernels.folds import folded
-from packtrain.kernels.octets import (
-    BY_SIGN,
-    CODES,
-    by_fours,
-    by_fours_signed,
-    codes64,
-    put,
-    read,
-    shuffled,
-)
+from packtrain.kernels.octets import BY_SIGN, CODES
 from packtrain.kernels.panels import emit_prefetch
 from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, call, f32x16
 
@@ -37,7 +29,7 @@ ROWS = {1: 4, 2: 4, 4: 3, 8: 2}  # of weights, by rows of activations: as many a
 LARGEST = 8355000  # of integers of three planes: a little less than fits
 AHEAD = 4096  # bytes after the rows that follow, where weights are prefetched
 CACHE_LINE = 64
-CODES_FORM, SCALES_FORM = codes64(i64, i64), f32x16(i64)
+CODES_FORM, SCALES_FORM = octets.codes64(i64, i64), f32x16(i64)
 
 
 def width_of(dtype):
@@ -116,7 +108,7 @@ class Tile:
             with b.if_then(b.icmp_signed("<", I64(j), rows)):
                 for i in range(self.m):
                     to = b.add(y, b.add(b.mul(down, I64(i)), I64(4 * j)))
-                    self.finish(read(b, F32, room, 4 * (i * self.r + j)), to, add)
+                    self.finish(octets.read(b, F32, room, 4 * (i * self.r + j)), to, add)
         b.ret_void()
 
     def prefetch(self, at):
@@ -126,8 +118,8 @@ class Tile:
 
     def finish(self, total, to, add):
         b = self.builder
-        more = b.fadd(read(b, F32, to), total)
-        put(b, b.select(b.icmp_signed("!=", add, I64(0)), more, total), to)
+        more = b.fadd(octets.read(b, F32, to), total)
+        octets.put(b, b.select(b.icmp_signed("!=", add, I64(0)), more, total), to)
 
     def rests(self, at, count, left):
         """Addresses of what is left of rows after whole chunks, with zeros behind it."""
@@ -137,11 +129,11 @@ class Tile:
         first = b.ptrtoint(room, I64)
         rests = [b.add(first, I64(j * self.nbytes)) for j in range(self.r)]
         whole = b.mul(count, I64(self.nbytes))
-        put(b, ir.Constant(room.type.pointee, None), first)
+        octets.put(b, ir.Constant(room.type.pointee, None), first)
         for source, rest in zip(at, rests, strict=True):
             with cgutils.for_range(b, left, intp=I64) as loop:
-                byte = read(b, CODES.element, b.add(source, whole), loop.index)
-                put(b, byte, b.add(rest, loop.index))
+                byte = octets.read(b, CODES.element, b.add(source, whole), loop.index)
+                octets.put(b, byte, b.add(rest, loop.index))
         return rests
 
     def chunks(self, x, along, at, ahead, count):
@@ -158,17 +150,17 @@ class Tile:
         """Add what a chunk of rows at w gives with rows at x."""
         b = self.builder
         scales = [self.called("scales", SCALES_FORM, j) for j in w]
-        by = [shuffled(b, s, [lane // self.lanes for lane in range(LANES)]) for s in scales]
+        by = [octets.shuffled(b, s, [lane // self.lanes for lane in range(LANES)]) for s in scales]
         some = range(self.width // CODES.count)
         codes = [[self.called("codes", CODES_FORM, j, I64(i)) for j in w] for i in some]
         for i, at in enumerate(x):
             places = self.sums[i * self.r : (i + 1) * self.r]
-            step = read(b, VECTOR, at, self.steps)
+            step = octets.read(b, VECTOR, at, self.steps)
             steps = [b.fmul(d, step) for d in by]
             sums = map(b.load, places)
             sums = map(self.fma, self.products(codes, at), steps, sums)
             if not self.less:
-                rest = read(b, VECTOR, at, self.steps + MORE)
+                rest = octets.read(b, VECTOR, at, self.steps + MORE)
                 sums = map(self.fma, scales, [rest] * self.r, sums)
             for place, value in zip(places, list(sums), strict=True):
                 b.store(value, place)
@@ -197,15 +189,15 @@ class Tile:
             if p != planes[0]:
                 found = [b.shl(v, ir.Constant(BITS, [8] * LANES)) for v in found]
             if p == planes[-1] and self.less and not by_sign:
-                more = read(b, BITS, at, rest)
+                more = octets.read(b, BITS, at, rest)
                 found = [b.add(v, more) for v in found]
             for i, some in enumerate(codes):
-                integers = read(b, CODES, at, self.width * p + CODES.count * i)
+                integers = octets.read(b, CODES, at, self.width * p + CODES.count * i)
                 for j, one in enumerate(some):
                     if by_sign:
-                        found[j] = by_fours_signed(b, one, integers, found[j])
+                        found[j] = octets.by_fours_signed(b, one, integers, found[j])
                     else:
-                        found[j] = by_fours(b, one, integers, found[j], self.signed)
+                        found[j] = octets.by_fours(b, one, integers, found[j], self.signed)
         return found
 
     def to_floats(self, v):

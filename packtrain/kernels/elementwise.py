@@ -2,38 +2,11 @@
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part, spans
 from packtrain.kernels.counter import FIRST, GOLDEN, SECOND
-from packtrain.kernels.simd import (
-    BITS,
-    F32,
-    I64,
-    LANES,
-    VECTOR,
-    absolute,
-    cos,
-    exp,
-    f32x16,
-    fma,
-    in1,
-    in2,
-    load_part,
-    log,
-    maximum,
-    neg,
-    out1,
-    out2,
-    select_less,
-    sigmoid,
-    sin,
-    splat,
-    spread,
-    sqrt,
-    store_part,
-    tanh,
-)
+from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, f32x16, fma, in1, load_part, out1
 
 i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 15  # below this many elements a parallel region does not pay
@@ -52,57 +25,57 @@ ADD, SUB, MUL, DIV = BINARY.values()
 @part(f32x16(f32x16))
 def erf(x):
     """Off by less than 5e-7. Abramowitz and Stegun 7.1.26."""
-    t = 1.0 / (1.0 + 0.3275911 * absolute(x))
+    t = 1.0 / (1.0 + 0.3275911 * simd.absolute(x))
     p = fma(fma(t, 1.061405429, -1.453152027), t, 1.421413741)
     p = fma(fma(p, t, -0.284496736), t, 0.254829592) * t
-    y = 1.0 - p * exp(neg(x * x))
-    return select_less(x, 0.0, neg(y), y)
+    y = 1.0 - p * simd.exp(simd.neg(x * x))
+    return simd.select_less(x, 0.0, simd.neg(y), y)
 
 
 @part(f32x16(i64, f32x16), forceinline=False)
 def rare(code, x):
     if code == SIN:
-        return sin(x)
+        return simd.sin(x)
     if code == COS:
-        return cos(x)
+        return simd.cos(x)
     if code == LOG:
-        return log(x)
+        return simd.log(x)
     if code == ELU:
-        return select_less(0.0, x, x, exp(x) - 1.0)
+        return simd.select_less(0.0, x, x, simd.exp(x) - 1.0)
     if code == SOFTPLUS:
-        return maximum(x, 0.0) + log(1.0 + exp(neg(absolute(x))))
+        return simd.maximum(x, 0.0) + simd.log(1.0 + simd.exp(simd.neg(simd.absolute(x))))
     if code == ERF:
         return erf(x)
-    return tanh(x)
+    return simd.tanh(x)
 
 
 @part(f32x16(i64, f32x16))
 def one(code, x):
     """The function of that code; gelu is the tanh form, (1 + tanh(u)) / 2 = sigmoid(2 u)."""
     if code == NEG:
-        return neg(x)
+        return simd.neg(x)
     if code == ABS:
-        return absolute(x)
+        return simd.absolute(x)
     if code == SGN:
-        return select_less(x, 0.0, -1.0, select_less(0.0, x, 1.0, x))
+        return simd.select_less(x, 0.0, -1.0, simd.select_less(0.0, x, 1.0, x))
     if code == STEP:
-        return select_less(0.0, x, 1.0, 0.0)
+        return simd.select_less(0.0, x, 1.0, 0.0)
     if code == SQR:
         return x * x
     if code == SQRT:
-        return sqrt(x)
+        return simd.sqrt(x)
     if code == EXP:
-        return exp(x)
+        return simd.exp(x)
     if code == RELU:
-        return maximum(x, 0.0)
+        return simd.maximum(x, 0.0)
     if code == SIGMOID:
-        return sigmoid(x)
+        return simd.sigmoid(x)
     if code == SILU:
-        return x * sigmoid(x)
+        return x * simd.sigmoid(x)
     if code == GELU:
-        return x * sigmoid(fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR)
+        return x * simd.sigmoid(fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR)
     if code == GELU_QUICK:
-        return x * sigmoid(x * 1.702)
+        return x * simd.sigmoid(x * 1.702)
     return rare(code, x)
 
 
@@ -121,7 +94,7 @@ def two(code, a, b):
 def unary_span(code, y, x, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(y, i, one(code, load_part(x, i, left)), left)
+        simd.store_part(y, i, one(code, load_part(x, i, left)), left)
 
 
 @kernel(void(i64, out1, in1))
@@ -131,17 +104,14 @@ def unary(code, y, x):
     x, y  (N,)  f32
     """
     n = x.size
-    if n <= SERIAL:
-        unary_span(code, y, x, 0, n)
-        return
-    spans(unary_span, (code, y, x), n, BLOCK)
+    spans(unary_span, (code, y, x), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(i64, out1, in1, in1, i64, i64))
 def binary_span(code, y, a, b, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
+        simd.store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
 
 
 @kernel(void(i64, out1, in1, in1))
@@ -151,23 +121,20 @@ def binary(code, y, a, b):
     a, b, y  (N,)  f32
     """
     n = y.size
-    if n <= SERIAL:
-        binary_span(code, y, a, b, 0, n)
-        return
-    spans(binary_span, (code, y, a, b), n, BLOCK)
+    spans(binary_span, (code, y, a, b), n, BLOCK if n > SERIAL else n)
 
 
-@kernel(void(i64, out2, in2, in1, i64, i64))
+@kernel(void(i64, simd.out2, simd.in2, in1, i64, i64))
 def rows_span(code, y, a, b, start, stop):
     width = b.size
     for row in range(start, stop):
         for i in range(0, width, LANES):
             left = width - i
             at = row * width + i
-            store_part(y, at, two(code, load_part(a, at, left), load_part(b, i, left)), left)
+            simd.store_part(y, at, two(code, load_part(a, at, left), load_part(b, i, left)), left)
 
 
-@kernel(void(i64, out2, in2, in1))
+@kernel(void(i64, simd.out2, simd.in2, in1))
 def binary_rows(code, y, a, b):
     """y = a (+ - * /) b with b the same for every row; y may be a.
 
@@ -175,19 +142,15 @@ def binary_rows(code, y, a, b):
     b     (C,)    f32
     """
     n = a.shape[0]
-    rows = max(1, BLOCK // max(1, b.size))
-    if a.size <= SERIAL:
-        rows_span(code, y, a, b, 0, n)
-        return
-    spans(rows_span, (code, y, a, b), n, rows)
+    spans(rows_span, (code, y, a, b), n, BLOCK // max(1, b.size) if a.size > SERIAL else n)
 
 
 @kernel(void(i64, out1, in1, f32, i64, i64))
 def scalar_span(code, y, a, b, start, stop):
-    many = splat(b)
+    many = simd.splat(b)
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(y, i, two(code, load_part(a, i, left), many), left)
+        simd.store_part(y, i, two(code, load_part(a, i, left), many), left)
 
 
 @kernel(void(i64, out1, in1, in1))
@@ -199,17 +162,14 @@ def binary_scalar(code, y, a, b):
     """
     n = y.size
     number = b[0]
-    if n <= SERIAL:
-        scalar_span(code, y, a, number, 0, n)
-        return
-    spans(scalar_span, (code, y, a, number), n, BLOCK)
+    spans(scalar_span, (code, y, a, number), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, f32, f32, i64, i64))
 def scale_span(y, x, by, bias, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(y, i, load_part(x, i, left) * by + bias, left)
+        simd.store_part(y, i, load_part(x, i, left) * by + bias, left)
 
 
 @kernel(void(out1, in1, f32, f32))
@@ -219,10 +179,7 @@ def scale(y, x, by, bias):
     x, y  (N,)  f32
     """
     n = x.size
-    if n <= SERIAL:
-        scale_span(y, x, by, bias, 0, n)
-        return
-    spans(scale_span, (y, x, by, bias), n, BLOCK)
+    spans(scale_span, (y, x, by, bias), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, f32, f32, f32, i64, i64))
@@ -230,8 +187,8 @@ def bounded_span(y, x, slope, low, high, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(x, i, left)
-        v = maximum(maximum(v, v * slope), low)
-        store_part(y, i, select_less(high, v, high, v), left)
+        v = simd.maximum(simd.maximum(v, v * slope), low)
+        simd.store_part(y, i, simd.select_less(high, v, high, v), left)
 
 
 @kernel(void(out1, in1, f32, f32, f32))
@@ -241,10 +198,7 @@ def bounded(y, x, slope, low, high):
     x, y  (N,)  f32
     """
     n = x.size
-    if n <= SERIAL:
-        bounded_span(y, x, slope, low, high, 0, n)
-        return
-    spans(bounded_span, (y, x, slope, low, high), n, BLOCK)
+    spans(bounded_span, (y, x, slope, low, high), n, BLOCK if n > SERIAL else n)
 
 
 flag = types.boolean
@@ -268,7 +222,7 @@ def silu_back_span(dx, dy, x, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(x, i, left)
-        store_part(dx, i, slope(False, load_part(dy, i, left), v, sigmoid(v)), left)
+        simd.store_part(dx, i, slope(False, load_part(dy, i, left), v, simd.sigmoid(v)), left)
 
 
 @kernel(void(out1, in1, in1))
@@ -278,10 +232,7 @@ def silu_back(dx, dy, x):
     dx, dy, x  (N,)  f32
     """
     n = x.size
-    if n <= SERIAL:
-        silu_back_span(dx, dy, x, 0, n)
-        return
-    spans(silu_back_span, (dx, dy, x), n, BLOCK)
+    spans(silu_back_span, (dx, dy, x), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(flag, out1, in1, in1, i64, i64))
@@ -289,7 +240,7 @@ def gated_span(gelu, y, gate, up, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(gate, i, left)
-        store_part(y, i, v * sigmoid(inner(gelu, v)) * load_part(up, i, left), left)
+        simd.store_part(y, i, v * simd.sigmoid(inner(gelu, v)) * load_part(up, i, left), left)
 
 
 @kernel(void(flag, out1, in1, in1))
@@ -299,10 +250,7 @@ def gated(gelu, y, gate, up):
     gate, up, y  (N,)  f32
     """
     n = y.size
-    if n <= SERIAL:
-        gated_span(gelu, y, gate, up, 0, n)
-        return
-    spans(gated_span, (gelu, y, gate, up), n, BLOCK)
+    spans(gated_span, (gelu, y, gate, up), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(flag, out1, out1, in1, in1, in1, i64, i64))
@@ -312,9 +260,9 @@ def gated_back_span(gelu, dgate, dup, dy, gate, up, start, stop):
         v = load_part(gate, i, left)
         w = load_part(up, i, left)
         d = load_part(dy, i, left)
-        s = sigmoid(inner(gelu, v))
-        store_part(dgate, i, slope(gelu, d * w, v, s), left)
-        store_part(dup, i, d * v * s, left)
+        s = simd.sigmoid(inner(gelu, v))
+        simd.store_part(dgate, i, slope(gelu, d * w, v, s), left)
+        simd.store_part(dup, i, d * v * s, left)
 
 
 @kernel(void(flag, out1, out1, in1, in1, in1))
@@ -324,10 +272,7 @@ def gated_back(gelu, dgate, dup, dy, gate, up):
     dgate, dup, dy, gate, up  (N,)  f32
     """
     n = dy.size
-    if n <= SERIAL:
-        gated_back_span(gelu, dgate, dup, dy, gate, up, 0, n)
-        return
-    spans(gated_back_span, (gelu, dgate, dup, dy, gate, up), n, BLOCK)
+    spans(gated_back_span, (gelu, dgate, dup, dy, gate, up), n, BLOCK if n > SERIAL else n)
 
 
 def emit_mix(builder, z):
@@ -337,24 +282,19 @@ def emit_mix(builder, z):
     return z
 
 
-@intrinsic
-def uniform(typingctx, key, index):
+@simd.instruction(f32x16, types.int64, types.int64)
+def uniform(builder, key, index):
     """Uniforms number index .. index + 15 of a stream (see counter.py); index is even."""
-
-    def codegen(context, builder, sig, args):
-        wide = ir.VectorType(I64, LANES // 2)
-        key, index = args
-        first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide)
-        counter = builder.add(first, ir.Constant(wide, list(range(LANES // 2))))
-        golden = ir.Constant(wide, [GOLDEN] * (LANES // 2))
-        z = builder.add(builder.mul(counter, golden), spread_wide(builder, key, wide))
-        bits = builder.bitcast(emit_mix(builder, z), BITS)
-        bits = builder.lshr(bits, ir.Constant(BITS, [8] * LANES))
-        return builder.fmul(
-            builder.sitofp(bits, VECTOR), spread(builder, ir.Constant(F32, 2.0**-24), VECTOR)
-        )
-
-    return f32x16(types.int64, types.int64), codegen
+    wide = ir.VectorType(I64, LANES // 2)
+    first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide)
+    counter = builder.add(first, ir.Constant(wide, list(range(LANES // 2))))
+    golden = ir.Constant(wide, [GOLDEN] * (LANES // 2))
+    z = builder.add(builder.mul(counter, golden), spread_wide(builder, key, wide))
+    bits = builder.bitcast(emit_mix(builder, z), BITS)
+    bits = builder.lshr(bits, ir.Constant(BITS, [8] * LANES))
+    return builder.fmul(
+        builder.sitofp(bits, VECTOR), simd.spread(builder, ir.Constant(F32, 2.0**-24), VECTOR)
+    )
 
 
 def spread_wide(builder, value, kind):
@@ -363,25 +303,21 @@ def spread_wide(builder, value, kind):
     return builder.shuffle_vector(first, first, zeros)
 
 
-@intrinsic
-def mix(typingctx, z):
+@simd.instruction(types.int64, types.int64)
+def mix(builder, z):
     """counter.mix."""
-
-    def codegen(context, builder, sig, args):
-        wide = ir.VectorType(I64, 2)
-        z = spread_wide(builder, builder.add(args[0], I64(GOLDEN)), wide)
-        return builder.extract_element(emit_mix(builder, z), I64(0))
-
-    return types.int64(types.int64), codegen
+    wide = ir.VectorType(I64, 2)
+    z = spread_wide(builder, builder.add(z, I64(GOLDEN)), wide)
+    return builder.extract_element(emit_mix(builder, z), I64(0))
 
 
 @kernel(void(out1, in1, i64, f32, i64, i64))
 def dropout_span(y, x, key, p, start, stop):
-    factor = splat(f32(1.0) / (f32(1.0) - p))
+    factor = simd.splat(f32(1.0) / (f32(1.0) - p))
     for i in range(start, stop, LANES):
         left = stop - i
-        kept = select_less(uniform(key, i), p, 0.0, factor)
-        store_part(y, i, load_part(x, i, left) * kept, left)
+        kept = simd.select_less(uniform(key, i), p, 0.0, factor)
+        simd.store_part(y, i, load_part(x, i, left) * kept, left)
 
 
 @kernel(void(out1, in1, i64, i64, i64, f32))
@@ -392,7 +328,4 @@ def dropout(y, x, seed, step, stream, p):
     """
     n = x.size
     key = mix(mix(mix(seed) + step) + stream)
-    if n <= SERIAL:
-        dropout_span(y, x, key, p, 0, n)
-        return
-    spans(dropout_span, (y, x, key, p), n, BLOCK)
+    spans(dropout_span, (y, x, key, p), n, BLOCK if n > SERIAL else n)

@@ -5,29 +5,17 @@
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import packed2
 from packtrain.kernels.matmul import FEW_ROWS, SMALL, block, dot_rows, layout
 from packtrain.kernels.packed import columns, multiply_back
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    ids1,
-    in2,
-    load_part,
-    out2,
-    out3,
-    rank,
-    splat,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import LANES, ids1, in2, out2, out3
 
 i64, f32, void = types.int64, types.float32, types.void
 ids2 = types.Array(types.int32, 2, "C", readonly=True)
 out_ids1, out_ids2 = types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C")
-any_in3 = rank(3, "A", readonly=True)
+any_in3 = simd.rank(3, "A", readonly=True)
 SERIAL = 1 << 14
 BLOCK = 1 << 13
 WIDE, HIGH = 128, 120  # columns of a product in a task, rows of an outer product
@@ -57,11 +45,7 @@ def top_k(ids, x):
     ids  (N, k)  i32
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        largest_rows(ids, x, 0, n)
-        return
-    rows = max(1, BLOCK // width)
-    spans(largest_rows, (ids, x), n, rows)
+    spans(largest_rows, (ids, x), n, BLOCK // width if x.size > SERIAL else n)
 
 
 @kernel(void(out2, in2, ids2))
@@ -170,8 +154,8 @@ def packed_matmul_id_back_task(dx, dy, step, kind, w, experts, ids, accumulate, 
     if start < stop:
         multiply_back(
             *(kind, stop - start, high, k, c, min(k, c + step)),
-            *(address(dy, start * high), high, w.ctypes.data + e * high * nbytes, nbytes),
-            *(accumulate, address(dx, start * k), k, 0),
+            *(simd.address(dy, start * high), high, w.ctypes.data + e * high * nbytes, nbytes),
+            *(accumulate, simd.address(dx, start * k), k, 0),
         )
 
 
@@ -216,11 +200,11 @@ def weighted_part(y, x, ids, weights, accumulate, start, stop):
     width = y.shape[1]
     for t in range(start, stop):
         for i in range(0, width, LANES):
-            v = load_part(y, t * width + i, width - i) if accumulate else splat(0.0)
+            v = simd.load_part(y, t * width + i, width - i) if accumulate else simd.splat(0.0)
             for j in range(ids.shape[1]):
                 at = i64(ids[t, j]) * width + i
-                v = fma(load_part(x, at, width - i), weights[t, j], v)
-            store_part(y, t * width + i, v, width - i)
+                v = simd.fma(simd.load_part(x, at, width - i), weights[t, j], v)
+            simd.store_part(y, t * width + i, v, width - i)
 
 
 @kernel(void(out2, in2, ids2, in2, types.boolean))
@@ -232,10 +216,7 @@ def weighted_rows(y, x, ids, weights, accumulate):
     y             (T, C)  f32
     """
     n, width = y.shape
-    if x.size <= SERIAL:
-        weighted_part(y, x, ids, weights, accumulate, 0, n)
-        return
-    rows = max(1, BLOCK // width)
+    rows = BLOCK // width if x.size > SERIAL else n
     spans(weighted_part, (y, x, ids, weights, accumulate), n, rows)
 
 
@@ -246,15 +227,15 @@ def weighted_back_part(dx, dweights, dy, x, ids, weights, start, stop):
         for j in range(ids.shape[1]):
             row = i64(ids[t, j]) * width
             if dweights.size:
-                lanes = splat(0.0)
+                lanes = simd.splat(0.0)
                 for i in range(0, width, LANES):
-                    v = load_part(dy, t * width + i, width - i)
-                    lanes = fma(v, load_part(x, row + i, width - i), lanes)
-                dweights[t, j] = total(lanes)
+                    v = simd.load_part(dy, t * width + i, width - i)
+                    lanes = simd.fma(v, simd.load_part(x, row + i, width - i), lanes)
+                dweights[t, j] = simd.total(lanes)
             if dx.size:
                 for i in range(0, width, LANES):
-                    v = load_part(dy, t * width + i, width - i) * weights[t, j]
-                    store_part(dx, row + i, v, width - i)
+                    v = simd.load_part(dy, t * width + i, width - i) * weights[t, j]
+                    simd.store_part(dx, row + i, v, width - i)
 
 
 @kernel(void(out2, out2, in2, in2, ids2, in2))
@@ -264,8 +245,5 @@ def weighted_rows_back(dx, dweights, dy, x, ids, weights):
     dx[ids[t, j]] = weights[t, j] * dy[t], dweights[t, j] = dy[t] . x[ids[t, j]]; each row of x is in ids once
     """
     n, width = dy.shape
-    if x.size <= SERIAL:
-        weighted_back_part(dx, dweights, dy, x, ids, weights, 0, n)
-        return
-    rows = max(1, BLOCK // width)
+    rows = BLOCK // width if x.size > SERIAL else n
     spans(weighted_back_part, (dx, dweights, dy, x, ids, weights), n, rows)

@@ -7,44 +7,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from packtrain.kernels import simd
+from packtrain.kernels import panels, simd
 from packtrain.kernels.amx import STEPS, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel
 from packtrain.kernels.operands import layout_of, pack_a, pack_b
-from packtrain.kernels.panels import (
-    AMX,
-    AVX512,
-    DEEP,
-    FLAT,
-    GROUP,
-    HALF,
-    HALVES,
-    IN_GROUPS,
-    IN_ROWS,
-    NARROW,
-    PAIRED,
-    PANEL,
-    ROWS,
-    SHIFT,
-    UNROLL,
-    apart,
-    beyond,
-    emit_prefetch,
-    fetch,
-    places,
-    vector_at,
-)
+from packtrain.kernels.panels import AMX, AVX512, DEEP, GROUP, IN_ROWS, PAIRED, PANEL, ROWS, UNROLL
 from packtrain.kernels.runtime import roomy
-from packtrain.kernels.simd import (
-    F32,
-    I64,
-    LANES,
-    VECTOR,
-    ZERO,
-    address,
-    poke,
-    scratch,
-)
+from packtrain.kernels.simd import F32, I64, LANES, VECTOR, ZERO, address, poke, scratch
 
 # With AVX-512 and 2 MiB of L2, which are Intel's, cores prefetch panels and sums themselves. In f32, wider blocks of b
 # lose a part of their cache to others.
@@ -53,13 +22,13 @@ BROAD = 288 if AVX512 and not ROOMY else 384  # most columns in a block of b
 BROADEST = 576 if ROOMY else BROAD  # the same in bf16; the buffer has room for it
 GROUPS = 8  # packed at once
 CHUNK = GROUPS * ROWS
-B_SIZE, A_SIZE = DEEP * BROADEST, (DEEP * GROUP + SHIFT) * GROUPS
+B_SIZE, A_SIZE = DEEP * BROADEST, (DEEP * GROUP + panels.SHIFT) * GROUPS
 USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those with packed weights
 PAGE = 1024  # f32 of a page of memory
 AHEAD = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
 # of packed a, by layout: bytes between its rows, and between its places of k
-ALONG, DOWN = (4, 4, 4 * FLAT), (4 * GROUP, 4 * GROUP, 4)
-OTHER = IN_ROWS if NARROW else PAIRED if HALF and not AMX else None
+ALONG, DOWN = (4, 4, 4 * panels.FLAT), (4 * GROUP, 4 * GROUP, 4)
+OTHER = IN_ROWS if panels.NARROW else PAIRED if panels.HALF and not AMX else None
 i64, f32, void = types.int64, types.float32, types.void
 SGEMM = types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64)
 
@@ -68,7 +37,7 @@ def emit_add(builder, half, a, b, sum_):
     """sum_ + a * b in each lane, of f32 or of two bf16."""
     if not half:
         return simd.call(builder, "llvm.fma.v16f32", VECTOR, a, b, sum_)
-    a, b = (builder.bitcast(x, HALVES) for x in (a, b))
+    a, b = (builder.bitcast(x, panels.HALVES) for x in (a, b))
     return simd.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, sum_, a, b)
 
 
@@ -76,8 +45,8 @@ def emit_turn(builder, layout, width, left, right, sums):
     """The sums after one more place: ROWS values at `left` times `width` vectors at `right`."""
     places = [builder.add(right, I64(64 * w)) for w in range(width)]
     for place in places if layout == PAIRED or not ROOMY else ():
-        emit_prefetch(builder, builder.add(place, I64(AHEAD)))
-    columns = [builder.load(vector_at(builder, place), align=64) for place in places]
+        panels.emit_prefetch(builder, builder.add(place, I64(AHEAD)))
+    columns = [builder.load(panels.vector_at(builder, place), align=64) for place in places]
     now = []
     for r in range(ROWS):
         spot = builder.add(left, I64(ALONG[layout] * r))
@@ -100,7 +69,7 @@ def emit_sums(builder, layout, width, a, panel, depth, ahead):
     for u in range(UNROLL):
         row = builder.add(left, I64(DOWN[layout] * u))
         now = emit_turn(builder, layout, width, row, builder.add(right, I64(4 * PANEL * u)), now)
-    emit_prefetch(builder, next_a)
+    panels.emit_prefetch(builder, next_a)
     steps = (
         (k, I64(UNROLL), I64(0)),
         (left, I64(DOWN[layout] * UNROLL), a),
@@ -120,7 +89,7 @@ def emit_sums(builder, layout, width, a, panel, depth, ahead):
 
 def emit_write(builder, value, beta, c, left):
     """c = value + beta * c on the first `left` lanes; c is not read if beta = 0."""
-    pointer = vector_at(builder, c)
+    pointer = panels.vector_at(builder, c)
 
     def written(mask):
         with builder.if_else(builder.fcmp_ordered("==", beta, ir.Constant(F32, 0.0))) as (new, old):
@@ -136,7 +105,7 @@ def emit_write(builder, value, beta, c, left):
         result.add_incoming(mixed, end)
         return simd.write(builder, result, pointer, mask)
 
-    if NARROW:  # masks are slow there
+    if panels.NARROW:  # masks are slow there
         simd.where_full(builder, left, written)
     else:
         written(simd.first_lanes(builder, left))
@@ -148,10 +117,10 @@ def emit_tile(builder, layout, width, given):
     cells = [(r, w) for r in range(ROWS) for w in range(width)]
 
     def place(r, w):
-        return beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
+        return panels.beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
 
     for cell in cells if layout == PAIRED or not ROOMY else ():
-        emit_prefetch(builder, place(*cell), write=1)
+        panels.emit_prefetch(builder, place(*cell), write=1)
     sums = emit_sums(builder, layout, width, a, panel, depth, ahead)
     for r in range(ROWS):
         with builder.if_then(builder.icmp_signed("<", I64(r), rows), likely=True):
@@ -172,10 +141,10 @@ def tile(typingctx, width, layout, a, panel, depth, ahead, beta, c, ldc, rows, l
     def codegen(context, builder, sig, args):
         _, layout, *given = args
         if OTHER is None:
-            emit_tile(builder, IN_GROUPS, width.literal_value, given)
+            emit_tile(builder, panels.IN_GROUPS, width.literal_value, given)
             return context.get_dummy_value()
         with builder.if_else(builder.icmp_signed("==", layout, I64(OTHER))) as branches:
-            for branch, which in zip(branches, (OTHER, IN_GROUPS), strict=True):
+            for branch, which in zip(branches, (OTHER, panels.IN_GROUPS), strict=True):
                 with branch:
                     emit_tile(builder, which, width.literal_value, given)
         return context.get_dummy_value()
@@ -192,13 +161,13 @@ def block_product(m, n, a, b, deep, beta, c, ldc, layout, following):
     """
     source, lines, distance, length = following
     tiles, number = -(-m // ROWS) * -(-n // PANEL), 0
-    size = ROWS * FLAT if layout == IN_ROWS else apart(deep)
+    size = ROWS * panels.FLAT if layout == IN_ROWS else panels.apart(deep)
     for i in range(0, m, ROWS):
         group = address(a, i // ROWS * size)
         for j in range(0, n, PANEL):
             for r in range(number * lines // tiles, (number + 1) * lines // tiles):
                 for k in range(0, length, LANES):
-                    fetch(address(source, r * distance + k))
+                    panels.fetch(address(source, r * distance + k))
             number += 1
             panel, left, rows = address(b, j * deep), min(n - j, PANEL), m - i
             ahead = address(group, size + j // PANEL * (deep // UNROLL) * LANES)
@@ -222,7 +191,7 @@ def even(size, most, unit):
 def pack(block, b, tb, ldb, depth, n, half):
     """op(b) (depth, n) as products take it."""
     if AMX and half:
-        pack_columns(block, places(depth, half) * LANES, b, tb, ldb, depth, n, half)
+        pack_columns(block, panels.places(depth, half) * LANES, b, tb, ldb, depth, n, half)
     else:
         pack_b(block, b, tb, ldb, depth, n, half)
 
@@ -230,7 +199,7 @@ def pack(block, b, tb, ldb, depth, n, half):
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64))
 def times_block(ta, m, n, a, lda, block, depth, beta, c, ldc, half):
     """c (m, n) = op(a) @ block + beta * c, which is 0 or 1; `pack` has packed the block, at most `broad` columns."""
-    chunk, deep = scratch(A_SIZE), places(depth, half)
+    chunk, deep = scratch(A_SIZE), panels.places(depth, half)
     if AMX and half:
         high = A_SIZE // max(deep, LANES) // STEPS * STEPS
         for i in range(0, m, high):
@@ -259,7 +228,7 @@ def use_stack(number):
 @kernel(i64(i64, i64))
 def broad(depth, half):
     """The most columns of a block of b."""
-    return DEEP * (BROADEST if half else BROAD) // places(depth, half)
+    return DEEP * (BROADEST if half else BROAD) // panels.places(depth, half)
 
 
 @kernel(types.void(i64))

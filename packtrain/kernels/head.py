@@ -7,6 +7,7 @@ import math
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.amx import STEPS, TILE, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import F32, packed2, row
@@ -21,20 +22,7 @@ from packtrain.kernels.logits import (
     sum_of_exp,
     weighted_sum,
 )
-from packtrain.kernels.simd import (
-    INFINITY,
-    LANES,
-    address,
-    exp,
-    largest,
-    load_part,
-    peek,
-    poke,
-    scratch,
-    splat,
-    store_part,
-    tanh,
-)
+from packtrain.kernels.simd import INFINITY, LANES, address, largest, peek, poke, scratch, splat
 
 MOST_ROWS = 4096  # of a chunk, whatever the workspace
 MOST_COLUMNS = 2048  # of x: above, too few rows of w fit
@@ -76,7 +64,7 @@ def pack_x(panels, x, counted, rows, number):
     for i in range(count):
         source = address(x, i64(peek(counted, first + i)) * C)
         for j in range(0, C, LANES):
-            store_part(flat, i * C + j, load_part(source, j, C - j), C - j)
+            simd.store_part(flat, i * C + j, simd.load_part(source, j, C - j), C - j)
     pack_rows(address(panels, first // LANES * line(C)), line(C), flat, 0, C, C, count, 1)
     start = first // block * block
     across, size = line(min(rows - start, block)), panels.shape[1] * panels.shape[2]
@@ -113,7 +101,7 @@ def multiply(logits, ld, panels, first, rows, block, start, size, bias):
 
 @part(f32(f32, f32))
 def capped(x, cap):
-    return largest(tanh(splat(x) / cap) * cap) if cap > 0 else x
+    return largest(simd.tanh(splat(x) / cap) * cap) if cap > 0 else x
 
 
 @kernel(void(i64, i64, i64, i64, i64, f32))
@@ -126,7 +114,7 @@ def add_row(tops, sums, at, logits, size, cap):
     most = capped(top, cap)
     sum = sum_of_exp(logits, size, most)
     if cap > 0 or abs(before) != INFINITY:
-        sum += peek(sums, at) * largest(exp(splat(capped(before, cap) - most)))
+        sum += peek(sums, at) * largest(simd.exp(splat(capped(before, cap) - most)))
     poke(tops, at, top)
     poke(sums, at, sum)
 

@@ -4,25 +4,9 @@ import math
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import kernel
-from packtrain.kernels.simd import (
-    INFINITY,
-    LANES,
-    address,
-    exp,
-    keep_first,
-    largest,
-    load,
-    load_part,
-    maximum,
-    peek,
-    poke,
-    splat,
-    store,
-    store_part,
-    tanh,
-    total,
-)
+from packtrain.kernels.simd import INFINITY, LANES, exp, load, load_part, peek, splat, store_part
 
 TWO = 2 * LANES
 i64, f32, void = types.int64, types.float32, types.void
@@ -35,11 +19,11 @@ def highest(row, count):
     top, other = splat(-INFINITY), splat(-INFINITY)
     whole = count // TWO * TWO
     for i in range(0, whole, TWO):
-        top, other = maximum(load(row, i), top), maximum(load(row, i + LANES), other)
+        top, other = simd.maximum(load(row, i), top), simd.maximum(load(row, i + LANES), other)
     for i in range(whole, count, LANES):
         v = load_part(row, i, count - i)
-        top = maximum(keep_first(v, count - i, splat(-INFINITY)), top)
-    return largest(maximum(top, other))
+        top = simd.maximum(simd.keep_first(v, count - i, splat(-INFINITY)), top)
+    return simd.largest(simd.maximum(top, other))
 
 
 @kernel(f32(i64, i64, f32))
@@ -55,8 +39,8 @@ def sum_of_exp(row, count, high):
         c, d = c + exp(load(row, i) - high), d + exp(load(row, i + LANES) - high)
     for i in range(whole, count, LANES):
         e = exp(load_part(row, i, count - i) - high)
-        a = a + keep_first(e, count - i, splat(0.0))
-    return total((a + b) + (c + d))
+        a = a + simd.keep_first(e, count - i, splat(0.0))
+    return simd.total((a + b) + (c + d))
 
 
 @kernel(f32(i64, i64))
@@ -74,8 +58,8 @@ def probabilities(y, x, count, lse, weight, cap):
     whole = 0 if cap > 0 else count // TWO * TWO
     for i in range(0, whole, TWO):
         a, b = exp(load(x, i) - lse), exp(load(x, i + LANES) - lse)
-        store(y, i, a * weight)
-        store(y, i + LANES, b * weight)
+        simd.store(y, i, a * weight)
+        simd.store(y, i + LANES, b * weight)
     for i in range(whole, count, LANES):
         v = load_part(x, i, count - i)
         e = exp(v - lse) * weight
@@ -88,7 +72,7 @@ def probabilities(y, x, count, lse, weight, cap):
 def squash(x, count, cap):
     """x = cap * tanh(x / cap), `count` f32 at an address; the slope is then 1 - (x / cap)**2."""
     for i in range(0, count, LANES):
-        store_part(x, i, tanh(load_part(x, i, count - i) / cap) * cap, count - i)
+        store_part(x, i, simd.tanh(load_part(x, i, count - i) / cap) * cap, count - i)
 
 
 @kernel(void(i64, i64))
@@ -116,15 +100,15 @@ def add_to(x, y, count):
 def slopes(db, logits, ld, rows, start, size, counted, lse, cap, targets, weights):
     """Of columns start : start + size of logits, at an address, the gradients in their place; db += their sums."""
     for i in range(rows):
-        at, row = address(logits, i * ld), i64(peek(counted, i))
+        at, row = simd.address(logits, i * ld), i64(peek(counted, i))
         target, weight = i64(targets[row]) - start, weights[row]
         hit = 0 <= target < size
         capped = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
         probabilities(at, at, size, peek(lse, i), weight, cap)
         if hit:
-            poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
+            simd.poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
         if db.size:
-            add_to(address(db, start), at, size)
+            add_to(simd.address(db, start), at, size)
 
 
 @kernel(void(a2, a3, i64, i64, i64))
@@ -144,7 +128,7 @@ def find_targets(counted, targets, start, most):
     count = 0
     while start < targets.size and count < most:
         if targets[start] >= 0:
-            poke(counted, count, f32(start))  # exact: a step has fewer than 2**24 positions
+            simd.poke(counted, count, f32(start))  # exact: a step has fewer than 2**24 positions
             count += 1
         start += 1
     return count, start

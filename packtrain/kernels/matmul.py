@@ -5,21 +5,9 @@ A product is split into one task for each thread. The sum over K is never split,
 
 from numba import types
 
-from packtrain.kernels import gemm
+from packtrain.kernels import gemm, simd
 from packtrain.kernels.call import each, kernel, spans, threads
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    any_in2,
-    any_out2,
-    fma,
-    load,
-    load_part,
-    peek,
-    poke,
-    splat,
-    total,
-)
+from packtrain.kernels.simd import LANES, any_in2, any_out2
 
 i32, i64, f32, void = types.int32, types.int64, types.float32, types.void
 FEW_ROWS = (
@@ -35,26 +23,26 @@ def dot_rows(y, a, b, accumulate, start, stop):
     m, k = a.shape
     ldb = b.strides[1] // 4
     for j in range(start, stop):
-        column = address(b, j * ldb)
+        column = simd.address(b, j * ldb)
         for i in range(m):
-            row = address(a, i * (a.strides[0] // 4))
-            s0 = splat(0.0)
-            s1 = splat(0.0)
-            s2 = splat(0.0)
-            s3 = splat(0.0)
+            row = simd.address(a, i * (a.strides[0] // 4))
+            s0 = simd.splat(0.0)
+            s1 = simd.splat(0.0)
+            s2 = simd.splat(0.0)
+            s3 = simd.splat(0.0)
             p = 0
             while p + 64 <= k:
-                s0 = fma(load(row, p), load(column, p), s0)
-                s1 = fma(load(row, p + 16), load(column, p + 16), s1)
-                s2 = fma(load(row, p + 32), load(column, p + 32), s2)
-                s3 = fma(load(row, p + 48), load(column, p + 48), s3)
+                s0 = simd.fma(simd.load(row, p), simd.load(column, p), s0)
+                s1 = simd.fma(simd.load(row, p + 16), simd.load(column, p + 16), s1)
+                s2 = simd.fma(simd.load(row, p + 32), simd.load(column, p + 32), s2)
+                s3 = simd.fma(simd.load(row, p + 48), simd.load(column, p + 48), s3)
                 p += 64
             while p < k:
-                s0 = fma(load_part(row, p, k - p), load_part(column, p, k - p), s0)
+                s0 = simd.fma(simd.load_part(row, p, k - p), simd.load_part(column, p, k - p), s0)
                 p += 16
-            s = total((s0 + s1) + (s2 + s3))
+            s = simd.total((s0 + s1) + (s2 + s3))
             at = i * (y.strides[0] // 4) + j
-            poke(y, at, peek(y, at) + s if accumulate else s)
+            simd.poke(y, at, simd.peek(y, at) + s if accumulate else s)
 
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64, i64, i64))
@@ -103,11 +91,11 @@ def block(y, a, b, accumulate, half, i, rows, j, columns):
     tb, ldb = layout(b)
     ldy = y.strides[0] // 4
     beta = f32(1.0) if accumulate else f32(0.0)
-    source_a = address(a, i if ta else i * lda)
-    source_b = address(b, j * ldb if tb else j)
+    source_a = simd.address(a, i if ta else i * lda)
+    source_b = simd.address(b, j * ldb if tb else j)
     gemm.sgemm(
         *(ta, tb, min(rows, m - i), min(columns, n - j), k),
-        *(source_a, lda, source_b, ldb, beta, address(y, i * ldy + j), ldy, half),
+        *(source_a, lda, source_b, ldb, beta, simd.address(y, i * ldy + j), ldy, half),
     )
 
 

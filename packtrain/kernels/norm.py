@@ -4,21 +4,9 @@ import math
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, spans
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    in1,
-    in2,
-    keep_first,
-    load_part,
-    out1,
-    out2,
-    splat,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import LANES, in1, in2, out1, out2
 
 i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 14
@@ -30,27 +18,27 @@ COLUMNS = 256
 @kernel(f32(i64, i64, f32))
 def inverse_rms(x, width, eps):
     """1 / sqrt(mean(x**2) + eps) of the row at that address."""
-    s0 = splat(0.0)
-    s1 = splat(0.0)
+    s0 = simd.splat(0.0)
+    s1 = simd.splat(0.0)
     for i in range(0, width, 2 * LANES):
-        a = load_part(x, i, width - i)
-        b = load_part(x, i + LANES, width - i - LANES)
-        s0 = fma(a, a, s0)
-        s1 = fma(b, b, s1)
-    return f32(1.0 / math.sqrt(total(s0 + s1) / width + eps))
+        a = simd.load_part(x, i, width - i)
+        b = simd.load_part(x, i + LANES, width - i - LANES)
+        s0 = simd.fma(a, a, s0)
+        s1 = simd.fma(b, b, s1)
+    return f32(1.0 / math.sqrt(simd.total(s0 + s1) / width + eps))
 
 
 @kernel(void(out2, in2, in1, f32, i64, i64))
 def norm_rows(y, x, w, eps, start, stop):
     width = x.shape[1]
     for row in range(start, stop):
-        r = splat(inverse_rms(address(x, row * width), width, eps))
+        r = simd.splat(inverse_rms(simd.address(x, row * width), width, eps))
         for i in range(0, width, LANES):
             left = width - i
-            v = load_part(x, row * width + i, left) * r
+            v = simd.load_part(x, row * width + i, left) * r
             if w.size:
-                v *= load_part(w, i, left)
-            store_part(y, row * width + i, v, left)
+                v *= simd.load_part(w, i, left)
+            simd.store_part(y, row * width + i, v, left)
 
 
 @kernel(void(out2, in2, in1, f32))
@@ -61,24 +49,20 @@ def rms_norm(y, x, w, eps):
     w     (C,)    f32, or (0,) for none
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        norm_rows(y, x, w, eps, 0, n)
-        return
-    rows = max(1, BLOCK // max(1, width))
-    spans(norm_rows, (y, x, w, eps), n, rows)
+    spans(norm_rows, (y, x, w, eps), n, BLOCK // max(1, width) if x.size > SERIAL else n)
 
 
 @kernel(f32(i64, i64, i64, i64))
 def gradient_dot(dy, x, w, width):
     """sum(dy * w * x) of the rows at these addresses; w = 0: no weight."""
-    lanes = splat(0.0)
+    lanes = simd.splat(0.0)
     for i in range(0, width, LANES):
         left = width - i
-        g = load_part(dy, i, left)
+        g = simd.load_part(dy, i, left)
         if w:
-            g *= load_part(w, i, left)
-        lanes = fma(g, load_part(x, i, left), lanes)
-    return total(lanes)
+            g *= simd.load_part(w, i, left)
+        lanes = simd.fma(g, simd.load_part(x, i, left), lanes)
+    return simd.total(lanes)
 
 
 @kernel(void(out2, out2, in2, in2, in1, in2, f32, i64))
@@ -88,32 +72,32 @@ def norm_back_block(dx, partial, dy, x, w, acc, eps, block):
     All of a row's inputs are read before its dx is written, lane by lane.
     """
     n, width = x.shape
-    weight = address(w, 0) if w.size else 0
+    weight = simd.address(w, 0) if w.size else 0
     for row in range(block * ROWS, min(n, (block + 1) * ROWS)):
-        source = address(x, row * width)
+        source = simd.address(x, row * width)
         inverse = inverse_rms(source, width, eps)
         pull = f32(0.0)
         if dx.size:
-            dot = gradient_dot(address(dy, row * width), source, weight, width)
+            dot = gradient_dot(simd.address(dy, row * width), source, weight, width)
             pull = dot * inverse * inverse * inverse / f32(width)
-        r = splat(inverse)
+        r = simd.splat(inverse)
         for i in range(0, width, LANES):
             left = width - i
             at = row * width + i
-            d = load_part(dy, at, left)
-            v = load_part(x, at, left)
+            d = simd.load_part(dy, at, left)
+            v = simd.load_part(x, at, left)
             if partial.size:
                 part = d * v * r
                 if row > block * ROWS:
-                    part += load_part(partial, block * width + i, left)
-                store_part(partial, block * width + i, part, left)
+                    part += simd.load_part(partial, block * width + i, left)
+                simd.store_part(partial, block * width + i, part, left)
             if dx.size:
                 if w.size:
-                    d *= load_part(w, i, left)
+                    d *= simd.load_part(w, i, left)
                 d = d * r - v * pull
                 if acc.size:
-                    d += load_part(acc, at, left)
-                store_part(dx, at, d, left)
+                    d += simd.load_part(acc, at, left)
+                simd.store_part(dx, at, d, left)
 
 
 @kernel(void(out1, in2, i64, i64, i64))
@@ -121,10 +105,10 @@ def add_partials(dw, partial, count, start, stop):
     width = dw.size
     for i in range(start, stop, LANES):
         left = stop - i
-        lanes = splat(0.0)
+        lanes = simd.splat(0.0)
         for block in range(count):
-            lanes += load_part(partial, block * width + i, left)
-        store_part(dw, i, lanes, left)
+            lanes += simd.load_part(partial, block * width + i, left)
+        simd.store_part(dw, i, lanes, left)
 
 
 @kernel(void(out2, out1, out2, in2, in2, in1, in2, f32))
@@ -149,39 +133,36 @@ def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
         each(norm_back_block, (dx, partial, dy, x, w, acc, eps), blocks)
     if dw.size == 0:
         return
-    if blocks * width <= SERIAL:
-        add_partials(dw, partial, blocks, 0, width)
-        return
-    spans(add_partials, (dw, partial, blocks), width, COLUMNS)
+    spans(add_partials, (dw, partial, blocks), width, COLUMNS if blocks * width > SERIAL else width)
 
 
 @kernel(types.UniTuple(f32, 2)(i64, i64, f32))
 def mean_and_inverse(x, width, eps):
     """The mean of the row at that address, and 1 / sqrt(variance + eps)."""
-    lanes = splat(0.0)
+    lanes = simd.splat(0.0)
     for i in range(0, width, LANES):
-        lanes += load_part(x, i, width - i)
-    mean = f32(total(lanes) / max(width, 1))
-    lanes = splat(0.0)
+        lanes += simd.load_part(x, i, width - i)
+    mean = f32(simd.total(lanes) / max(width, 1))
+    lanes = simd.splat(0.0)
     for i in range(0, width, LANES):
-        v = keep_first(load_part(x, i, width - i) - mean, width - i, 0.0)
-        lanes = fma(v, v, lanes)
-    return mean, f32(1.0 / math.sqrt(total(lanes) / max(width, 1) + eps))
+        v = simd.keep_first(simd.load_part(x, i, width - i) - mean, width - i, 0.0)
+        lanes = simd.fma(v, v, lanes)
+    return mean, f32(1.0 / math.sqrt(simd.total(lanes) / max(width, 1) + eps))
 
 
 @kernel(void(out2, in2, in1, in1, f32, i64, i64))
 def centred_rows(y, x, w, b, eps, start, stop):
     width = x.shape[1]
     for row in range(start, stop):
-        mean, inverse = mean_and_inverse(address(x, row * width), width, eps)
+        mean, inverse = mean_and_inverse(simd.address(x, row * width), width, eps)
         for i in range(0, width, LANES):
             left = width - i
-            v = (load_part(x, row * width + i, left) - mean) * inverse
+            v = (simd.load_part(x, row * width + i, left) - mean) * inverse
             if w.size:
-                v *= load_part(w, i, left)
+                v *= simd.load_part(w, i, left)
             if b.size:
-                v += load_part(b, i, left)
-            store_part(y, row * width + i, v, left)
+                v += simd.load_part(b, i, left)
+            simd.store_part(y, row * width + i, v, left)
 
 
 @kernel(void(out2, in2, in1, in1, f32))
@@ -192,7 +173,4 @@ def norm(y, x, w, b, eps):
     w, b  (C,)    f32, or (0,) for none
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        centred_rows(y, x, w, b, eps, 0, n)
-        return
-    spans(centred_rows, (y, x, w, b, eps), n, max(1, BLOCK // max(1, width)))
+    spans(centred_rows, (y, x, w, b, eps), n, BLOCK // max(1, width) if x.size > SERIAL else n)

@@ -9,12 +9,11 @@ import operator
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
+from numba.extending import intrinsic, lower_cast, models, register_model
 
-from packtrain.kernels import runtime
+from packtrain.kernels import runtime, simd
 from packtrain.kernels.bits import i32x16
-from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, call, f32x16
+from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, call, f32x16, instruction
 
 llvmlite.binding.initialize_native_asmparser()
 VNNI = runtime.has("avx512vnni")
@@ -57,40 +56,10 @@ def integer_to_codes(context, builder, fromty, toty, value):
     return spread(builder, context.cast(builder, value, fromty, types.int8))
 
 
-def binary_operator(symbol, instruction):
-    @infer_global(symbol)
-    class Operator(AbstractTemplate):
-        def generic(self, args, kws):
-            if codes64 in args and all(isinstance(a, (Codes, types.Integer)) for a in args):
-                return signature(codes64, codes64, codes64)
-            return None
-
-    @lower_builtin(symbol, codes64, codes64)
-    def lower(context, builder, sig, args):
-        return getattr(builder, instruction)(*args)
-
-
-for name, instruction in {
+for name, emitted in {
     "and_": "and_", "or_": "or_", "xor": "xor", "lshift": "shl", "rshift": "lshr"
 }.items():  # fmt: skip
-    binary_operator(getattr(operator, name), instruction)
-
-
-def word(result, *given):
-    """An intrinsic of these types, by a function of the builder and the values."""
-
-    def named(emit):
-        def codegen(context, builder, sig, args):
-            return emit(builder, *args)
-
-        typed = {
-            1: lambda typingctx, a: (result(*given), codegen),
-            2: lambda typingctx, a, b: (result(*given), codegen),
-            3: lambda typingctx, a, b, c: (result(*given), codegen),
-        }
-        return intrinsic(typed[len(given)])
-
-    return named
+    simd.binary_operator(codes64, types.Integer, getattr(operator, name), emitted)
 
 
 def read(builder, kind, address, nbytes=0):
@@ -125,32 +94,32 @@ def moved_right(builder, codes, counts):
 EIGHTS, QUARTERS = ir.VectorType(I64, 8), ir.VectorType(I32, LANES)
 
 
-@word(codes64, i64)
+@instruction(codes64, i64)
 def twice_of_four(builder, address):
     """Eight bytes from each of four places, 32 bytes apart, twice; nothing beyond is read."""
     return places(builder, EIGHTS, [0, 0, 4, 4, 11, 11, 15, 15], address, 40)
 
 
-@word(codes64, i64)
+@instruction(codes64, i64)
 def eight_times(builder, address):
     """Eight bytes, eight times."""
     first = builder.insert_element(ir.Constant(EIGHTS, ir.Undefined), read(builder, I64, address), I32(0))  # fmt: skip
     return builder.bitcast(shuffled(builder, first, [0] * 8), CODES)
 
 
-@word(codes64, codes64)
+@instruction(codes64, codes64)
 def low_and_high(builder, codes):
     """Of words of eight bytes, in turn as they are and shifted right by 4."""
     return moved_right(builder, codes, [0, 4] * 4)
 
 
-@word(codes64, codes64)
+@instruction(codes64, codes64)
 def bit_by_eight(builder, codes):
     """Bit i of the bytes of the i-th eight, moved to bit 4; what is around it means nothing."""
     return moved_right(builder, codes, [*range(-4, 4)])
 
 
-@word(codes64, i64)
+@instruction(codes64, i64)
 def low_of_sixteen(builder, address):
     """Four bytes of each group of a q6_K block, whose low bits are codes' low four."""
     half = [0, 4, 8, 12] * 2
@@ -158,7 +127,7 @@ def low_of_sixteen(builder, address):
     return moved_right(builder, found, [0, 0, 0, 0, 4, 4, 4, 4] * 2)
 
 
-@word(codes64, i64)
+@instruction(codes64, i64)
 def high_of_sixteen(builder, address):
     """Four bytes of each group of a q6_K block, whose bits 4 and 5 are codes' upper ones."""
     half = [0, 4] * 4
@@ -179,16 +148,15 @@ def apart(builder, address, kind, orders):
 def arranged(kind, together, count):
     """An intrinsic of an address: groups of `count` pieces become all first pieces, all second ones, and so on."""
 
-    def codegen(context, builder, sig, args):
+    def emit(builder, address):
         groups = kind.count // together
         orders = [
             [(group * count + piece) * together + word for group in range(groups) for word in range(together)]
             for piece in range(count)
         ]  # fmt: skip
-        apart(builder, args[0], kind, orders)
-        return context.get_dummy_value()
+        apart(builder, address, kind, orders)
 
-    return intrinsic(lambda typingctx, address: (types.void(i64), codegen))
+    return instruction(types.void, i64)(emit)
 
 
 arranged_by_16 = arranged(EIGHTS, 2, 2)
@@ -196,7 +164,7 @@ arranged_by_8 = arranged(EIGHTS, 1, 4)
 arranged_by_4 = arranged(QUARTERS, 1, 4)
 
 
-@word(codes64, i64, i64)
+@instruction(codes64, i64, i64)
 def codes_where(builder, bits, code):
     """A code where a bit is set, elsewhere 0."""
     mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), COUNT))
@@ -204,7 +172,7 @@ def codes_where(builder, bits, code):
     return builder.select(mask, some, ir.Constant(CODES, [0] * COUNT))
 
 
-@word(codes64, codes64, i64, i64)
+@instruction(codes64, codes64, i64, i64)
 def look_up(builder, codes, low, high):
     """Codes below 16 become the bytes of two words."""
     table = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
@@ -279,7 +247,7 @@ def halves(builder, address, first, nbytes):
     return shuffled(builder, values, [*range(4), *[4] * 12], zeros)
 
 
-@word(f32x16, f32x16, f32x16)
+@instruction(f32x16, f32x16, f32x16)
 def fours(builder, v, w):
     """The first four lanes of v, those of w, and zeros."""
     return shuffled(builder, v, [*range(4), *range(16, 20), *[20] * 8], w)
@@ -342,7 +310,7 @@ def by_fours_signed(builder, codes, others, start):
     return by_fours(builder, sizes, by_halves(builder, signed, others, codes), start)
 
 
-@word(i32x16, i64)
+@instruction(i32x16, i64)
 def sums_at(builder, address):
     """Sums of four of 64 signed codes."""
     ones, none = ir.Constant(CODES, [1] * COUNT), ir.Constant(BITS, [0] * LANES)

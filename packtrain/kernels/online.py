@@ -3,22 +3,10 @@
 from numba import types
 
 from packtrain import dtypes
+from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part
 from packtrain.kernels.dequantize import UNPACKERS
-from packtrain.kernels.simd import (
-    LANES,
-    f32x16,
-    fma,
-    lanewise,
-    load,
-    rank,
-    scaled,
-    select_less,
-    splat,
-    store,
-    store_part,
-    tanh,
-)
+from packtrain.kernels.simd import LANES, f32x16
 from packtrain.kernels.visible import QUERIES, ids2
 
 KEYS = 64  # keys in a block
@@ -31,8 +19,8 @@ LN2 = 0.6931471805599453
 
 i64, f32, void = types.int64, types.float32, types.void
 f16 = UNPACKERS[dtypes.f16]
-in3, in4 = rank(3, readonly=True), rank(4, readonly=True)
-out3, out4 = rank(3), rank(4)
+in3, in4 = simd.rank(3, readonly=True), simd.rank(4, readonly=True)
+out3, out4 = simd.rank(3), simd.rank(4)
 bytes4 = types.Array(types.uint8, 4, "C", readonly=True)
 places, rule = types.UniTuple(ids2, 4), types.Tuple((f32, i64, f32))
 
@@ -42,7 +30,7 @@ def emit_larger(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-larger = lanewise(emit_larger, 2)
+larger = simd.lanewise(emit_larger, 2)
 
 
 @part(f32x16(f32x16))
@@ -51,26 +39,26 @@ def power(x):
     x = larger(-127.0, x)
     t = x + 12582912.0
     r = x - (t - 12582912.0)
-    p = fma(r, 0.0013264726298940486, 0.009671513009988097)
-    p = fma(p, r, 0.05550733749092541)
-    p = fma(p, r, 0.24022242079184578)
-    p = fma(p, r, 0.6931469775938083)
-    return scaled(fma(p, r, 1.0), t)
+    p = simd.fma(r, 0.0013264726298940486, 0.009671513009988097)
+    p = simd.fma(p, r, 0.05550733749092541)
+    p = simd.fma(p, r, 0.24022242079184578)
+    p = simd.fma(p, r, 0.6931469775938083)
+    return simd.scaled(simd.fma(p, r, 1.0), t)
 
 
 @kernel(void(i64, i64, f32))
 def squash(scores, count, cap):
     """scores = cap * tanh(scores / cap), `count` of them, whole vectors; -inf stays."""
     for i in range(0, count, LANES):
-        x = load(scores, i)
-        store(scores, i, select_less(x, LOWEST, x, tanh(x / cap) * cap))
+        x = simd.load(scores, i)
+        simd.store(scores, i, simd.select_less(x, LOWEST, x, simd.tanh(x / cap) * cap))
 
 
 @kernel(void(i64, i64, i64, i64))
 def clear(x, stride, rows, width):
     for i in range(rows):
         for d in range(0, width, LANES):
-            store_part(x, i * stride + d, splat(0.0), width - d)
+            simd.store_part(x, i * stride + d, simd.splat(0.0), width - d)
 
 
 @part(i64(bytes4, i64))

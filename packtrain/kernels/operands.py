@@ -5,46 +5,11 @@ Registers of 8 f32 (AVX2) transpose slowly: there, rows of `a` are copied as the
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from packtrain.kernels import panels, simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.panels import (
-    ALONG,
-    BELOW,
-    FLAT,
-    GROUP,
-    IN_ROWS,
-    NARROW,
-    PANEL,
-    ROWS,
-    apart,
-    beyond,
-    emit_prefetch,
-    halves_of,
-    move_panel,
-    pair,
-    places,
-    turn16,
-    turn16_pairs,
-    turn_group,
-    turn_group_pairs,
-    vector_at,
-)
-from packtrain.kernels.simd import (
-    F32,
-    I32,
-    I64,
-    LANES,
-    address,
-    f32x16,
-    load,
-    load_part,
-    peek,
-    poke,
-    splat,
-    store,
-    store_part,
-)
+from packtrain.kernels.panels import ALONG, BELOW, FLAT, GROUP, IN_ROWS, NARROW, PANEL, ROWS, beyond
+from packtrain.kernels.simd import F32, I32, I64, LANES, address, f32x16, load_part, splat, store
 
 FOUR = GROUP // 2
 QUARTET, OCTET = ir.VectorType(F32, FOUR), ir.VectorType(F32, GROUP)
@@ -54,27 +19,21 @@ PAIRS = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
 i64 = types.int64
 
 
-@intrinsic
-def turn8(typingctx, source, ld, target, ld_target):
+@simd.instruction(types.void, i64, i64, i64, i64)
+def turn8(builder, source, ld, target, ld_target):
     """8 x 8 of `source` transposed, for registers of 8: fewer steps than turn16's. Prefetches what follows."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, target, ld_target = args
-        lines = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
-        for line in lines:
-            emit_prefetch(builder, builder.add(line, I64(ALONG)))
-        for first in range(0, GROUP, FOUR):
-            parts = [quartet_at(builder, beyond(builder, line, I64(first))) for line in lines]
-            rows = [
-                builder.shuffle_vector(low, high, ir.Constant(ORDER, list(range(GROUP))))
-                for low, high in zip(parts[:FOUR], parts[FOUR:], strict=True)
-            ]
-            for c, value in enumerate(emit_turned_fours(builder, rows)):
-                spot = beyond(builder, target, builder.mul(I64(first + c), ld_target))
-                builder.store(value, builder.inttoptr(spot, OCTET.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64), codegen
+    lines = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
+    for line in lines:
+        panels.emit_prefetch(builder, builder.add(line, I64(ALONG)))
+    for first in range(0, GROUP, FOUR):
+        parts = [quartet_at(builder, beyond(builder, line, I64(first))) for line in lines]
+        rows = [
+            builder.shuffle_vector(low, high, ir.Constant(ORDER, list(range(GROUP))))
+            for low, high in zip(parts[:FOUR], parts[FOUR:], strict=True)
+        ]
+        for c, value in enumerate(emit_turned_fours(builder, rows)):
+            spot = beyond(builder, target, builder.mul(I64(first + c), ld_target))
+            builder.store(value, builder.inttoptr(spot, OCTET.as_pointer()), align=4)
 
 
 def quartet_at(builder, place):
@@ -91,47 +50,33 @@ def emit_turned_fours(builder, rows):
     return [mixed(mixes[n], mixes[n + 2], order) for n in range(2) for order in PAIRS]
 
 
-@intrinsic
-def copy8(typingctx, source, target):
-    def codegen(context, builder, sig, args):
-        source, target = (builder.inttoptr(arg, OCTET.as_pointer()) for arg in args)
-        builder.store(builder.load(source, align=4), target, align=4)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64), codegen
+@simd.instruction(types.void, i64, i64)
+def copy8(builder, *addresses):
+    source, target = (builder.inttoptr(a, OCTET.as_pointer()) for a in addresses)
+    builder.store(builder.load(source, align=4), target, align=4)
 
 
-@intrinsic
-def store_group(typingctx, target, values):
+@simd.instruction(types.void, i64, f32x16)
+def store_group(builder, target, values):
     """The first 8 of 16 values."""
-
-    def codegen(context, builder, sig, args):
-        target, values = args
-        low = builder.shuffle_vector(values, values, ir.Constant(ORDER, list(range(GROUP))))
-        builder.store(low, builder.inttoptr(target, OCTET.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(i64, f32x16), codegen
+    low = builder.shuffle_vector(values, values, ir.Constant(ORDER, list(range(GROUP))))
+    builder.store(low, builder.inttoptr(target, OCTET.as_pointer()), align=4)
 
 
-@intrinsic
-def deal(typingctx, source, ld, target, apart):
+@simd.instruction(types.void, i64, i64, i64, i64)
+def deal(builder, source, ld, target, apart):
     """16 columns of two rows of `source` to two groups of 8, which are `apart` f32 from each other."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, target, apart = args
-        emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
-        emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
-        rows = [
-            builder.load(vector_at(builder, place), align=4)
-            for place in (source, beyond(builder, source, ld))
-        ]
-        for number in range(2):
-            spot = beyond(builder, target, builder.mul(apart, I64(number)))
-            builder.store(halves_of(builder, rows, number), vector_at(builder, spot), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64), codegen
+    panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
+    panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
+    rows = [
+        builder.load(panels.vector_at(builder, place), align=4)
+        for place in (source, beyond(builder, source, ld))
+    ]
+    for number in range(2):
+        spot = beyond(builder, target, builder.mul(apart, I64(number)))
+        builder.store(
+            panels.halves_of(builder, rows, number), panels.vector_at(builder, spot), align=64
+        )
 
 
 @part(types.void(i64, i64, i64, i64))
@@ -146,20 +91,20 @@ def turn_quarters(source, ld, target, ld_target):
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
 def pack_b(block, b, tb, ldb, depth, n, half):
     """Panels (deep, PANEL) of op(b) (depth, n), one behind the other, zeros beyond it."""
-    deep, per = places(depth, half), 1 + half
+    deep, per = panels.places(depth, half), 1 + half
     if tb == 0:
         whole = 0 if half else n // PANEL * PANEL
         for k in range(0, depth, per):
             to = k // per * PANEL
             for j in range(0, whole, PANEL):
-                move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + to))
+                panels.move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + to))
             for j in range(whole, n, PANEL):
                 for w in range(0, PANEL, LANES):
                     left = max(n - j - w, 0)
                     values = load_part(b, k * ldb + j + w, left)
                     if half:
                         after = load_part(b, (k + 1) * ldb + j + w, left if k + 1 < depth else 0)
-                        values = pair(values, after)
+                        values = panels.pair(values, after)
                     store(block, j * deep + to + w, values)
     else:
         for j in range(0, n, PANEL):
@@ -169,11 +114,11 @@ def pack_b(block, b, tb, ldb, depth, n, half):
                     source = address(b, (j + w) * ldb + k)
                     target = address(block, j * deep + k // per * PANEL + w)
                     if half:
-                        turn16_pairs(source, ldb, last, depth - k, target, PANEL)
+                        panels.turn16_pairs(source, ldb, last, depth - k, target, PANEL)
                     elif NARROW and last == LANES - 1 and depth - k >= LANES:
                         turn_quarters(source, ldb, target, PANEL)
                     else:
-                        turn16(source, ldb, last, depth - k, target, PANEL)
+                        panels.turn16(source, ldb, last, depth - k, target, PANEL)
     for j in range(0, n, PANEL):
         for k in range(-(-depth // per), deep):
             for w in range(0, PANEL, LANES):
@@ -189,16 +134,14 @@ def layout_of(ta, half):
 @part(types.void(i64, i64, i64, i64, i64, i64))
 def pack_narrow(block, a, ta, lda, depth, m):
     """pack_a for registers of 8, which transpose slowly."""
-    deep = places(depth, 0)
+    deep = panels.places(depth, 0)
     if ta:
-        size, whole = apart(deep), max((m - GROUP) // ROWS + 1, 0)
+        size, whole = panels.apart(deep), max((m - GROUP) // ROWS + 1, 0)
         for k in range(0, depth, 2):
             two = min(depth - k, 2)
             for g in range(whole):
-                source, target = (
-                    address(a, k * lda + g * ROWS),
-                    address(block, g * size + k * GROUP),
-                )
+                source = address(a, k * lda + g * ROWS)
+                target = address(block, g * size + k * GROUP)
                 for r in range(two):
                     copy8(address(source, r * lda), address(target, r * GROUP))
             for g in range(whole, -(-m // ROWS)):
@@ -213,15 +156,15 @@ def pack_narrow(block, a, ta, lda, depth, m):
         for i in range(-(-m // ROWS) * ROWS):
             row, target = address(a, min(i, m - 1) * lda), address(block, i * FLAT)
             for k in range(0, whole, LANES):
-                store(target, k, load(row, k))
+                store(target, k, simd.load(row, k))
             for k in range(whole, deep):
-                poke(target, k, peek(row, k) if k < depth else types.float32(0.0))
+                simd.poke(target, k, simd.peek(row, k) if k < depth else types.float32(0.0))
 
 
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
 def pack_a(block, a, ta, lda, depth, m, half):
     """Groups (deep, GROUP) of ROWS rows of op(a) (m, depth), one behind the other, zeros beyond it; see layout_of."""
-    deep, per = places(depth, half), 1 + half
+    deep, per = panels.places(depth, half), 1 + half
     if NARROW:
         pack_narrow(block, a, ta, lda, depth, m)
         return
@@ -230,26 +173,28 @@ def pack_a(block, a, ta, lda, depth, m, half):
         whole = m // LANES * LANES
         for k in range(0, pairs, 2):
             for i in range(0, whole, LANES):
-                target = address(block, i // ROWS * apart(deep) + k * GROUP)
-                deal(address(a, k * lda + i), lda, target, apart(deep))
+                target = address(block, i // ROWS * panels.apart(deep) + k * GROUP)
+                deal(address(a, k * lda + i), lda, target, panels.apart(deep))
         for k in range(0, depth, per):
             for i in range(whole if k < pairs else 0, m, ROWS):
                 left = min(m - i, ROWS)
                 values = load_part(a, k * lda + i, left)
                 if half:
                     after = load_part(a, (k + 1) * lda + i, left if k + 1 < depth else 0)
-                    values = pair(values, after)
-                store_part(block, i // ROWS * apart(deep) + k // per * GROUP, values, GROUP)
+                    values = panels.pair(values, after)
+                simd.store_part(
+                    block, i // ROWS * panels.apart(deep) + k // per * GROUP, values, GROUP
+                )
     else:
         for i in range(0, m, ROWS):
             last = min(m - i, ROWS) - 1
             for k in range(0, depth, LANES):
                 source = address(a, i * lda + k)
-                target = address(block, i // ROWS * apart(deep) + k // per * GROUP)
+                target = address(block, i // ROWS * panels.apart(deep) + k // per * GROUP)
                 if half:
-                    turn_group_pairs(source, lda, last, depth - k, target)
+                    panels.turn_group_pairs(source, lda, last, depth - k, target)
                 else:
-                    turn_group(source, lda, last, depth - k, target)
+                    panels.turn_group(source, lda, last, depth - k, target)
     for i in range(0, m, ROWS):
         for k in range(-(-depth // per), deep):
-            store_part(block, i // ROWS * apart(deep) + k * GROUP, splat(0.0), GROUP)
+            simd.store_part(block, i // ROWS * panels.apart(deep) + k * GROUP, splat(0.0), GROUP)

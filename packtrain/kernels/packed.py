@@ -7,6 +7,7 @@ sums are never split, so that results do not depend on it.
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.amx import STEPS, TILE, pack_columns
 from packtrain.kernels.call import each, kernel, part_of, spans, tasks_of, threads, words2
 from packtrain.kernels.dequantize import packed2, row
@@ -14,21 +15,7 @@ from packtrain.kernels.dots import FUSED, dot
 from packtrain.kernels.gemm import B_SIZE, BROAD, BROADEST, DEEP, even, pack, times_block
 from packtrain.kernels.matmul import shares
 from packtrain.kernels.panels import AMX, PANEL, pair, places
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    in2,
-    load,
-    load_part,
-    out2,
-    peek,
-    poke,
-    scratch,
-    splat,
-    store,
-    total,
-)
+from packtrain.kernels.simd import LANES, address, fma, in2, load, out2, peek, poke, scratch, splat
 
 i64, f32, void = types.int64, types.float32, types.void
 COLUMNS = 256  # dequantized at a time: the most that a block can have
@@ -92,7 +79,7 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx, ha
                     if half:
                         after = load(lines, LINE + j) if r * per + 1 < depth else splat(0.0)
                         values = pair(values, after)
-                    store(block, j // PANEL * PANEL * deep + r * PANEL + j % PANEL, values)
+                    simd.store(block, j // PANEL * PANEL * deep + r * PANEL + j % PANEL, values)
             left, target = address(y, p), address(x, c)
             times_block(0, m, width, left, ldy, block, depth, keep, target, ldx, half)
 
@@ -117,7 +104,7 @@ def dots(y, x, kind, w, add, start, stop):
             poke(y, j, peek(y, j) + s if add else s)
             continue
         for i in range(m):
-            store(sums, i * LANES, splat(0.0))
+            simd.store(sums, i * LANES, splat(0.0))
         for p in range(0, k, 256):
             depth = min(k - p, 256)
             row(kind, line, source + p * nbytes // k, depth)
@@ -129,10 +116,10 @@ def dots(y, x, kind, w, add, start, stop):
                     a = fma(load(line, c), load(at, c), a)
                     b = fma(load(line, c + 16), load(at, c + 16), b)
                 for c in range(whole, depth, LANES):
-                    a = fma(load_part(line, c, depth - c), load_part(at, c, depth - c), a)
-                store(sums, i * LANES, load(sums, i * LANES) + (a + b))
+                    a = fma(simd.load_part(line, c, depth - c), simd.load_part(at, c, depth - c), a)
+                simd.store(sums, i * LANES, load(sums, i * LANES) + (a + b))
         for i in range(m):
-            s = total(load(sums, i * LANES))
+            s = simd.total(load(sums, i * LANES))
             poke(y, i * n + j, peek(y, i * n + j) + s if add else s)
 
 

@@ -5,16 +5,10 @@ With `half`, values are rounded to bf16, and two steps of k are one 32-bit place
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import part
-from packtrain.kernels.simd import (
-    I32,
-    I64,
-    LANES,
-    VECTOR,
-)
+from packtrain.kernels.simd import I32, I64, LANES, VECTOR
 
 AVX512 = runtime.has("avx512f")
 HALF = AVX512 and runtime.has("avx512bf16")  # whether bf16 can be multiplied
@@ -49,15 +43,10 @@ def emit_prefetch(builder, place, write=0, level=3):
     )  # fmt: skip
 
 
-@intrinsic
-def fetch(typingctx, place):
+@simd.instruction(types.void, types.int64)
+def fetch(builder, place):
     """Prefetch a line of the cache into L2."""
-
-    def codegen(context, builder, sig, args):
-        emit_prefetch(builder, args[0], level=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    emit_prefetch(builder, place, level=2)
 
 
 class Bfloat(ir.Type):
@@ -115,67 +104,43 @@ def emit_turned(builder, rows, rounds):
     return rows
 
 
-@intrinsic
-def turn16(typingctx, source, ld, last, left, target, ld_target):
+@simd.instruction(types.void, i64, i64, i64, i64, i64, i64)
+def turn16(builder, source, ld, last, left, target, ld_target):
     """16 x 16 of `source` transposed; its rows stop at `last`, its columns at `left`."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, last, left, target, ld_target = args
-        rows = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
-        for r, value in enumerate(emit_turned(builder, rows, 4)):
-            spot = beyond(builder, target, builder.mul(I64(r), ld_target))
-            builder.store(value, vector_at(builder, spot), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64, i64, i64), codegen
+    rows = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
+    for r, value in enumerate(emit_turned(builder, rows, 4)):
+        spot = beyond(builder, target, builder.mul(I64(r), ld_target))
+        builder.store(value, vector_at(builder, spot), align=64)
 
 
-@intrinsic
-def turn16_pairs(typingctx, source, ld, last, left, target, ld_target):
+@simd.instruction(types.void, i64, i64, i64, i64, i64, i64)
+def turn16_pairs(builder, source, ld, last, left, target, ld_target):
     """The same in bf16: 16 x 8 pairs."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, last, left, target, ld_target = args
-        rows = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
-        turned = emit_turned(builder, rows, 4)
-        for r in range(LANES // 2):
-            spot = beyond(builder, target, builder.mul(I64(r), ld_target))
-            value = emit_pair(builder, turned[2 * r], turned[2 * r + 1])
-            builder.store(value, vector_at(builder, spot), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64, i64, i64), codegen
+    rows = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
+    turned = emit_turned(builder, rows, 4)
+    for r in range(LANES // 2):
+        spot = beyond(builder, target, builder.mul(I64(r), ld_target))
+        value = emit_pair(builder, turned[2 * r], turned[2 * r + 1])
+        builder.store(value, vector_at(builder, spot), align=64)
 
 
-@intrinsic
-def turn_group(typingctx, source, ld, last, left, target):
+@simd.instruction(types.void, i64, i64, i64, i64, i64)
+def turn_group(builder, source, ld, last, left, target):
     """8 x 16 of `source` transposed to 16 x 8 in a row."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, last, left, target = args
-        rows = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
-        for r, value in enumerate(emit_turned(builder, rows, 3)):
-            builder.store(value, vector_at(builder, builder.add(target, I64(64 * r))), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64, i64), codegen
+    rows = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
+    for r, value in enumerate(emit_turned(builder, rows, 3)):
+        builder.store(value, vector_at(builder, builder.add(target, I64(64 * r))), align=64)
 
 
-@intrinsic
-def turn_group_pairs(typingctx, source, ld, last, left, target):
+@simd.instruction(types.void, i64, i64, i64, i64, i64)
+def turn_group_pairs(builder, source, ld, last, left, target):
     """The same in bf16: 8 x 8 pairs in a row."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, last, left, target = args
-        rows = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
-        turned = emit_turned(builder, rows, 3)
-        for r in range(GROUP // 2):
-            low, high = (halves_of(builder, turned[2 * r : 2 * r + 2], n) for n in (0, 1))
-            spot = builder.add(target, I64(64 * r))
-            builder.store(emit_pair(builder, low, high), vector_at(builder, spot), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64, i64), codegen
+    rows = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
+    turned = emit_turned(builder, rows, 3)
+    for r in range(GROUP // 2):
+        low, high = (halves_of(builder, turned[2 * r : 2 * r + 2], n) for n in (0, 1))
+        spot = builder.add(target, I64(64 * r))
+        builder.store(emit_pair(builder, low, high), vector_at(builder, spot), align=64)
 
 
 def halves_of(builder, rows, number):
@@ -184,21 +149,15 @@ def halves_of(builder, rows, number):
     return builder.shuffle_vector(*rows, ir.Constant(simd.BITS, lanes))
 
 
-@intrinsic
-def move_panel(typingctx, source, ld, target):
+@simd.instruction(types.void, i64, i64, i64)
+def move_panel(builder, source, ld, target):
     """PANEL values of a row of `source`. Prefetches a row that follows."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, target = args
-        below = beyond(builder, source, builder.mul(ld, I64(BELOW)))
-        for w in range(WIDE):
-            by = I64(64 * w)
-            emit_prefetch(builder, builder.add(below, by))
-            values = builder.load(vector_at(builder, builder.add(source, by)), align=4)
-            builder.store(values, vector_at(builder, builder.add(target, by)), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64), codegen
+    below = beyond(builder, source, builder.mul(ld, I64(BELOW)))
+    for w in range(WIDE):
+        by = I64(64 * w)
+        emit_prefetch(builder, builder.add(below, by))
+        values = builder.load(vector_at(builder, builder.add(source, by)), align=4)
+        builder.store(values, vector_at(builder, builder.add(target, by)), align=64)
 
 
 @part(i64(i64, i64))

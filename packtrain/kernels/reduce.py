@@ -2,22 +2,9 @@
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, spans
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    in1,
-    in2,
-    load_part,
-    out1,
-    out2,
-    peek,
-    poke,
-    scratch,
-    splat,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import LANES, in1, in2, out1, out2
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 RUN = 8 * LANES  # elements added in f32 lanes before they go to f64
@@ -32,11 +19,11 @@ def span_sum(x, start, stop, squared):
     """The sum of x[start:stop], or of its squares."""
     result = f64(0.0)
     for run in range(start, stop, RUN):
-        lanes = splat(0.0)
+        lanes = simd.splat(0.0)
         for i in range(run, min(run + RUN, stop), LANES):
-            v = load_part(x, i, stop - i)
+            v = simd.load_part(x, i, stop - i)
             lanes += v * v if squared else v
-        result += f64(total(lanes))
+        result += f64(simd.total(lanes))
     return result
 
 
@@ -44,8 +31,8 @@ def span_sum(x, start, stop, squared):
 def fold_part(parts, x, length, squared, t):
     """Part t of a sum, as a pair of f32 (head and rest of an f64)."""
     part = span_sum(x, t * length, min(x.size, (t + 1) * length), squared)
-    poke(parts, 2 * t, f32(part))
-    poke(parts, 2 * t + 1, f32(part - f64(f32(part))))
+    simd.poke(parts, 2 * t, f32(part))
+    simd.poke(parts, 2 * t + 1, f32(part - f64(f32(part))))
 
 
 @kernel(void(out1, in1, types.boolean))
@@ -55,12 +42,12 @@ def fold(y, x, squared):
     if n <= SERIAL:
         y[0] = f32(span_sum(x, 0, n, squared))
         return
-    parts = scratch(128)
+    parts = simd.scratch(128)
     length = -(-n // (PARTS * RUN)) * RUN
     each(fold_part, (parts, x, length, squared), PARTS)
     result = f64(0.0)
     for t in range(PARTS):
-        result += f64(peek(parts, 2 * t)) + f64(peek(parts, 2 * t + 1))
+        result += f64(simd.peek(parts, 2 * t)) + f64(simd.peek(parts, 2 * t + 1))
     y[0] = f32(result)
 
 
@@ -89,17 +76,17 @@ def row_sum(x, width):
     """The sum of the row at that address."""
     result = f64(0.0)
     for run in range(0, width, RUN):
-        lanes = splat(0.0)
+        lanes = simd.splat(0.0)
         for i in range(run, min(run + RUN, width), LANES):
-            lanes += load_part(x, i, width - i)
-        result += f64(total(lanes))
+            lanes += simd.load_part(x, i, width - i)
+        result += f64(simd.total(lanes))
     return result
 
 
 @kernel(void(out1, in2, i64, i64))
 def row_sums(y, x, start, stop):
     for row in range(start, stop):
-        y[row] = f32(row_sum(address(x, row * x.shape[1]), x.shape[1]))
+        y[row] = f32(row_sum(simd.address(x, row * x.shape[1]), x.shape[1]))
 
 
 @kernel(void(out1, in2))
@@ -110,11 +97,7 @@ def sum_rows(y, x):
     y  (N,)    f32
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        row_sums(y, x, 0, n)
-        return
-    rows = max(1, (SERIAL // 4) // max(1, width))
-    spans(row_sums, (y, x), n, rows)
+    spans(row_sums, (y, x), n, (SERIAL // 4) // max(1, width) if x.size > SERIAL else n)
 
 
 @kernel(void(out1, in2, i64, i64))
@@ -122,13 +105,13 @@ def columns_sum(y, x, start, stop):
     n, width = x.shape
     for i in range(start, stop, LANES):
         left = stop - i
-        lanes = splat(0.0)
+        lanes = simd.splat(0.0)
         for first in range(0, n, ROWS):
-            part = splat(0.0)
+            part = simd.splat(0.0)
             for row in range(first, min(n, first + ROWS)):
-                part += load_part(x, row * width + i, left)
+                part += simd.load_part(x, row * width + i, left)
             lanes += part
-        store_part(y, i, lanes, left)
+        simd.store_part(y, i, lanes, left)
 
 
 @kernel(void(out1, in2))
@@ -139,10 +122,7 @@ def sum_cols(y, x):
     y  (C,)    f32
     """
     width = x.shape[1]
-    if x.size <= SERIAL:
-        columns_sum(y, x, 0, width)
-        return
-    spans(columns_sum, (y, x), width, COLUMNS)
+    spans(columns_sum, (y, x), width, COLUMNS if x.size > SERIAL else width)
 
 
 @kernel(void(out2, in2, types.boolean, i64, i64))
@@ -152,8 +132,8 @@ def running_rows(y, x, reverse, start, stop):
         result = f64(0.0)
         for i in range(width):
             at = row * width + (width - 1 - i if reverse else i)
-            result += f64(peek(x, at))
-            poke(y, at, f32(result))
+            result += f64(simd.peek(x, at))
+            simd.poke(y, at, f32(result))
 
 
 @kernel(void(out2, in2, types.boolean))
@@ -163,7 +143,4 @@ def running(y, x, reverse):
     x, y  (N, C)  f32
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        running_rows(y, x, reverse, 0, n)
-        return
-    spans(running_rows, (y, x, reverse), n, max(1, SERIAL // max(1, 4 * width)))
+    spans(running_rows, (y, x, reverse), n, SERIAL // max(1, 4 * width) if x.size > SERIAL else n)

@@ -18,7 +18,7 @@ from packtrain.kernels.bits import i32x16
 from packtrain.kernels.call import kernel, part, settle
 from packtrain.kernels.octets import codes64
 from packtrain.kernels.simd import f32x16
-from packtrain.types.words import ASKED, Code, Codes, Floats, Ints
+from packtrain.types.words import ASKED, Code, Codes, Floats, Ints, Word
 
 I64 = ir.IntType(64)
 i64, f32, void = types.int64, types.float32, types.void
@@ -29,10 +29,9 @@ MEANT[tuple[np.float32, np.float32]] = types.UniTuple(f32, 2)
 
 def explain(*modules):
     """Bind the placeholders of types/words.py to functions of these modules."""
-    for name, word in ASKED.items():
-        for module in modules:
-            if hasattr(module, name):
-                word.meaning = partial(numba_type, getattr(module, name))
+    for module in modules:
+        for name, value in vars(module).items():
+            ASKED.setdefault(name, Word()).meaning = partial(numba_type, value)
 
 
 def numba_type(value):

@@ -4,22 +4,10 @@ import math
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.simd import (
-    BITS,
-    LANES,
-    address,
-    f32x16,
-    fma,
-    ids1,
-    in3,
-    load_part,
-    neg,
-    out3,
-    store_part,
-)
+from packtrain.kernels.simd import BITS, LANES, address, fma, in3, load_part, neg, out3
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 14
@@ -30,12 +18,10 @@ frequencies = types.Array(f64, 1, "C", readonly=True)
 def picking(lanes, count):
     """An intrinsic that picks lanes of one vector, or of two (the second counts from 16)."""
 
-    def codegen(context, builder, sig, args):
-        return builder.shuffle_vector(args[0], args[-1], ir.Constant(BITS, lanes))
+    def emit(builder, *vectors):
+        return builder.shuffle_vector(vectors[0], vectors[-1], ir.Constant(BITS, lanes))
 
-    if count == 1:
-        return intrinsic(lambda typingctx, a: (f32x16(f32x16), codegen))
-    return intrinsic(lambda typingctx, a, b: (f32x16(f32x16, f32x16), codegen))
+    return simd.lanewise(emit, count)
 
 
 twice_even = picking([i - i % 2 for i in range(LANES)], 1)
@@ -46,7 +32,7 @@ evens = picking([2 * i for i in range(LANES)], 2)
 odds = picking([2 * i + 1 for i in range(LANES)], 2)
 
 
-@kernel(void(out3, ids1, frequencies, f64, f64, i64, i64, i64))
+@kernel(void(out3, simd.ids1, frequencies, f64, f64, i64, i64, i64))
 def table_row(t, pos, inv_freq, magnitude, rate, length, offset, i):
     scale = magnitude
     if rate != 0:  # otherwise positions may be negative
@@ -57,7 +43,7 @@ def table_row(t, pos, inv_freq, magnitude, rate, length, offset, i):
         t[i, j, 1] = f32(scale * math.sin(angle))
 
 
-@kernel(void(out3, ids1, frequencies, f64, f64, i64, i64))
+@kernel(void(out3, simd.ids1, frequencies, f64, f64, i64, i64))
 def table(t, pos, inv_freq, magnitude, rate, length, offset):
     """t[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
 
@@ -84,7 +70,7 @@ def rotate_pairs(y, x, t, width, inverse):
         s = twice_odd(w)
         if inverse:
             s = neg(s)
-        store_part(y, i, fma(v, twice_even(w), swap_pairs(v) * alternate(neg(s), s)), left)
+        simd.store_part(y, i, fma(v, twice_even(w), swap_pairs(v) * alternate(neg(s), s)), left)
 
 
 @part(void(i64, i64, i64, i64, types.boolean))
@@ -101,8 +87,8 @@ def rotate_halves(y, x, t, width, inverse):
         s = odds(first, second)
         if inverse:
             s = neg(s)
-        store_part(y, i, fma(a, c, neg(b * s)), left)
-        store_part(y, i + half, fma(a, s, b * c), left)
+        simd.store_part(y, i, fma(a, c, neg(b * s)), left)
+        simd.store_part(y, i + half, fma(a, s, b * c), left)
 
 
 @kernel(void(out3, in3, in3, types.boolean, types.boolean, i64, i64))
@@ -118,7 +104,7 @@ def rope_rows(y, x, t, neox, inverse, start, stop):
             else:
                 rotate_pairs(address(y, at), address(x, at), angles, turned, inverse)
             for i in range(turned, width, LANES):
-                store_part(y, at + i, load_part(x, at + i, width - i), width - i)
+                simd.store_part(y, at + i, load_part(x, at + i, width - i), width - i)
 
 
 @kernel(void(out3, in3, in3, types.boolean, types.boolean))
@@ -131,8 +117,5 @@ def rope(y, x, t, neox, inverse):
     Pairs are (2i, 2i + 1), or (i, i + R/2) if neox. The inverse is the gradient.
     """
     n = x.shape[0]
-    if x.size <= SERIAL:
-        rope_rows(y, x, t, neox, inverse, 0, n)
-        return
-    rows = max(1, BLOCK // (x.shape[1] * x.shape[2]))
+    rows = BLOCK // (x.shape[1] * x.shape[2]) if x.size > SERIAL else n
     spans(rope_rows, (y, x, t, neox, inverse), n, rows)

@@ -8,53 +8,16 @@ import numpy as np
 from numba import types
 
 from packtrain.kernels import bits, code_panels, dot_tile, octets, simd
-from packtrain.kernels.bits import (
-    as_floats,
-    byte_at,
-    i32x16,
-    put_byte,
-    put_bytes,
-    spread_bits,
-    to_bits,
-    to_floats,
-)
+from packtrain.kernels.bits import as_floats, i32x16, put_bytes, spread_bits, to_bits, to_floats
 from packtrain.kernels.call import each, kernel, part, part_of, spans, tasks_of, threads, words2
 from packtrain.kernels.code_panels import HIGH, WIDE
 from packtrain.kernels.codes import ROUND
-from packtrain.kernels.dot_tile import (
-    CODES_FORM,
-    LARGEST,
-    MORE,
-    ROWS,
-    VALUES,
-    is_parted,
-    share_of,
-    width_of,
-)
+from packtrain.kernels.dot_tile import CODES_FORM, LARGEST, MORE, ROWS, VALUES, is_parted, share_of
 from packtrain.kernels.gemm import even
 from packtrain.kernels.octets import arranged_by_4, arranged_by_8, arranged_by_16, sums_at
 from packtrain.kernels.panels import turn16
 from packtrain.kernels.rooms import explain, from_rooms
-from packtrain.kernels.simd import (
-    LANES,
-    absolute,
-    address,
-    copysign,
-    f32x16,
-    in1,
-    in2,
-    largest,
-    load,
-    maximum,
-    out1,
-    out2,
-    peek,
-    poke,
-    scratch,
-    splat,
-    store,
-    total,
-)
+from packtrain.kernels.simd import LANES, address, f32x16, in1, in2, load, out1, out2, poke, store
 
 i64, f32, void = types.int64, types.float32, types.void
 BLOCK = 32
@@ -78,7 +41,7 @@ LESS, PARTED, WIDTH, SHARE, CHUNK = (np.zeros(64, np.int64) for _ in range(5))  
 for dtype in CODES:
     CHUNK[dtype.number] = dtype.block_nbytes * max(1, VALUES // dtype.block)
     LESS[dtype.number], PARTED[dtype.number] = dtype.code["codes"].less, is_parted(dtype, 3)
-    WIDTH[dtype.number], SHARE[dtype.number] = width_of(dtype), share_of(dtype)
+    WIDTH[dtype.number], SHARE[dtype.number] = dot_tile.width_of(dtype), share_of(dtype)
 
 
 @part(i64(i64, i64))
@@ -91,8 +54,8 @@ def nbytes(n, planes):
 def step_of(x, most):
     """Of 32 values: the largest becomes `most`. NaN if not all are finite."""
     a, b = load(x, 0), load(x, LANES)
-    d = largest(maximum(absolute(a), absolute(b))) / most
-    return (f32(0) if d < TINY else d) + total((a - a) + (b - b))
+    d = simd.largest(simd.maximum(simd.absolute(a), simd.absolute(b))) / most
+    return (f32(0) if d < TINY else d) + simd.total((a - a) + (b - b))
 
 
 @part(f32x16(f32x16, f32))
@@ -106,7 +69,7 @@ def integers_of(v, d):
     """The same for more bits, ties away from zero."""
     if d != 0:
         q = v / d
-        return to_bits(q + copysign(splat(0.5), q))
+        return to_bits(q + simd.copysign(simd.splat(0.5), q))
     return spread_bits(0)
 
 
@@ -142,7 +105,7 @@ def sum_groups(y, v, lanes):
     for first in range(0, LANES, lanes):
         s = f32(0)
         for lane in range(first, first + lanes):
-            s += peek(y, lane)
+            s += simd.peek(y, lane)
         poke(y, first, s)
     store(y, 0, as_floats(to_bits(load(y, 0))))
 
@@ -156,12 +119,12 @@ def put_rests(y, kind, planes):
     lanes = SHARE[kind] // 4
     groups = LANES // lanes
     if less == 0:
-        store(rest, 0, splat(0.0))
+        store(rest, 0, simd.splat(0.0))
         store(later, 0, to_floats(lane_sums(y, width, 0, planes)) * load(steps, 0))
         for group in range(groups):
             s = f32(0)
             for lane in range(group * lanes, (group + 1) * lanes):
-                s += peek(later, lane)
+                s += simd.peek(later, lane)
             poke(rest, groups + group, s)
         return
     high = planes - 1 if planes > 1 and PARTED[kind] else planes
@@ -321,14 +284,14 @@ def whole_chunk(room, w, left, size):
     if left >= size:
         return w
     for i in range(size):
-        put_byte(room, i, byte_at(w, i) if i < left else 0)
+        bits.put_byte(room, i, bits.byte_at(w, i) if i < left else 0)
     return room
 
 
 @kernel(void(*[i64] * 8))
 def pack_panel(panel, kind, w, stride, first, count, some, wide):
     """Lines of `some` rows at w, of `count` chunks from the `first` on, turned: see code_panels."""
-    lines_of, room = scratch(LINES), scratch(LINE)
+    lines_of, room = simd.scratch(LINES), simd.scratch(LINE)
     per, chunk = (WIDTH[kind] + MORE) // 4, CHUNK[kind]
     for c in range(count):
         at = (first + c) * chunk
@@ -347,7 +310,7 @@ def pack_panel(panel, kind, w, stride, first, count, some, wide):
 @kernel(void(*[i64] * 11))
 def panels(m, n, k, kind, x, w, stride, y, add, start, stop):
     """Columns start … stop of y (m, n) for many rows; y, the integers x and w are addresses."""
-    panel, width = scratch(PANEL_SIZE), WIDTH[kind]
+    panel, width = simd.scratch(PANEL_SIZE), WIDTH[kind]
     along, size = nbytes(k, 1), width + 3 * MORE
     step = even(k, DEEP, WIDEST)
     for j in range(start, stop, WIDE * LANES):

@@ -11,16 +11,7 @@ from packtrain.kernels import bits, codes, simd
 from packtrain.kernels.call import kernel, part, spans
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.rooms import compiled, explain
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    ids1,
-    in2,
-    load_part,
-    out2,
-    splat,
-    store_part,
-)
+from packtrain.kernels.simd import LANES, ids1, in2, out2
 
 i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 14
@@ -45,13 +36,13 @@ def first_bad(ids, limit):
 @kernel(void(i64, i64, i64))
 def copy(target, source, count):
     for i in range(0, count, LANES):
-        store_part(target, i, load_part(source, i, count - i), count - i)
+        simd.store_part(target, i, simd.load_part(source, i, count - i), count - i)
 
 
 @kernel(void(i64, i64))
 def clear(target, count):
     for i in range(0, count, LANES):
-        store_part(target, i, splat(0.0), count - i)
+        simd.store_part(target, i, simd.splat(0.0), count - i)
 
 
 @kernel(void(out2, i64, packed2, ids1, i64, i64))
@@ -60,9 +51,9 @@ def gather(y, kind, w, ids, start, stop):
     for i in range(start, stop):
         if ids[i] >= 0:
             source = w.ctypes.data + i64(ids[i]) * w.shape[1]
-            row(kind, address(y, i * width), source, width)
+            row(kind, simd.address(y, i * width), source, width)
         else:
-            clear(address(y, i * width), width)
+            clear(simd.address(y, i * width), width)
 
 
 @kernel(i64(out2, i64, packed2, ids1))
@@ -94,33 +85,27 @@ def scatter(w, x, ids, add, start, stop):
             continue
         at = i64(ids[i]) * width
         for j in range(start, stop, LANES):
-            v = load_part(x, i * width + j, stop - j)
+            v = simd.load_part(x, i * width + j, stop - j)
             if add:
-                v += load_part(w, at + j, stop - j)
-            store_part(w, at + j, v, stop - j)
+                v += simd.load_part(w, at + j, stop - j)
+            simd.store_part(w, at + j, v, stop - j)
 
 
 @kernel(void(out2, in2, ids1, types.boolean))
 def scatter_all(w, x, ids, add):
     width = x.shape[1]
-    if x.size <= SERIAL:
-        scatter(w, x, ids, add, 0, width)
-        return
-    spans(scatter, (w, x, ids, add), width, COLUMNS)
+    spans(scatter, (w, x, ids, add), width, COLUMNS if x.size > SERIAL else width)
 
 
 @kernel(void(out2, i64, i64))
 def clear_span(y, start, stop):
-    clear(address(y, start), stop - start)
+    clear(simd.address(y, start), stop - start)
 
 
 @kernel(void(out2))
 def clear_all(y):
     size = y.size
-    if size <= SERIAL:
-        clear_span(y, 0, size)
-        return
-    spans(clear_span, (y,), size, BATCH)
+    spans(clear_span, (y,), size, BATCH if size > SERIAL else size)
 
 
 @kernel(i64(out2, in2, ids1, types.boolean))
@@ -159,7 +144,7 @@ def pack_span(halves, w, x, ids, start, stop):
     nbytes, width = w.shape[1], x.shape[1]
     for i in range(start, stop):
         if ids[i] >= 0:
-            target, source = w.ctypes.data + i64(ids[i]) * nbytes, address(x, i * width)
+            target, source = w.ctypes.data + i64(ids[i]) * nbytes, simd.address(x, i * width)
             if halves:
                 f16(target, source, width)
             else:
@@ -180,13 +165,13 @@ def pack_rows(halves, w, x, ids):
     if x.size <= SERIAL:
         pack_span(halves, w, x, ids, 0, ids.size)
     else:
-        spans(pack_span, (halves, w, x, ids), ids.size, max(1, BATCH // x.shape[1]))
+        spans(pack_span, (halves, w, x, ids), ids.size, BATCH // x.shape[1])
     return -1
 
 
 @kernel(void(out2, in2, i64, i64))
 def copy_span(y, x, start, stop):
-    copy(address(y, start), address(x, start), stop - start)
+    copy(simd.address(y, start), simd.address(x, start), stop - start)
 
 
 @kernel(i64(out2, in2, ids1))
@@ -200,9 +185,9 @@ def zero_rows(y, x, ids):
     bad = first_bad(ids, n)
     if bad >= 0:
         return bad
-    if address(x, 0) != address(y, 0):
+    if simd.address(x, 0) != simd.address(y, 0):
         spans(copy_span, (y, x), x.size, BATCH)
     for i in range(ids.size):
         if ids[i] >= 0:
-            clear(address(y, i64(ids[i]) * width), width)
+            clear(simd.address(y, i64(ids[i]) * width), width)
     return -1

@@ -8,29 +8,13 @@ import math
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    ids1,
-    in1,
-    in2,
-    load_part,
-    out1,
-    out2,
-    out3,
-    peek,
-    poke,
-    rank,
-    splat,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import LANES, address, ids1, in1, in2, load_part, out1, out2, out3, peek
 from packtrain.kernels.vectors import add_scaled, begin_lines, begins, copy, dot, fill
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
-out4 = rank(4)
+out4 = simd.rank(4)
 SHARES = 8  # tasks among which the heads of a group are divided in the gradient
 CHANNELS = 64  # of a task of convolutions
 
@@ -38,16 +22,16 @@ CHANNELS = 64  # of a task of convolutions
 @kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
 def advance(y, s, x, b, c, delta, a, skip, p, n):
     """One head and token: addresses of y and x (p,), of the state s (p, n), of b and c (n,)."""
-    decay = splat(f32(math.exp(f64(delta) * f64(a))))
+    decay = simd.splat(f32(math.exp(f64(delta) * f64(a))))
     for i in range(p):
         value = peek(x, i)
-        row, by, found = address(s, i * n), splat(delta * value), splat(0.0)
+        row, by, found = address(s, i * n), simd.splat(delta * value), simd.splat(0.0)
         for k in range(0, n, LANES):
             left = n - k
-            new = fma(load_part(row, k, left), decay, by * load_part(b, k, left))
-            store_part(row, k, new, left)
-            found = fma(new, load_part(c, k, left), found)
-        poke(y, i, total(found) + skip * value)
+            new = simd.fma(load_part(row, k, left), decay, by * load_part(b, k, left))
+            simd.store_part(row, k, new, left)
+            found = simd.fma(new, load_part(c, k, left), found)
+        simd.poke(y, i, simd.total(found) + skip * value)
 
 
 @kernel(void(out2, out3, in2, in2, in1, in1, ids1, i64, i64, i64))
@@ -88,13 +72,15 @@ def forth(state, seen, dy, x, delta, decay, p, n):
     """Advance the state; seen (n,) = sum over p of dy S. `seen` has b, which is replaced."""
     for k in range(0, n, LANES):
         left = n - k
-        b, found = load_part(seen, k, left), splat(0.0)
+        b, found = load_part(seen, k, left), simd.splat(0.0)
         for i in range(p):
             at = address(state, i * n)
-            new = fma(load_part(at, k, left), splat(decay), splat(delta * peek(x, i)) * b)
-            store_part(at, k, new, left)
-            found = fma(new, splat(peek(dy, i)), found)
-        store_part(seen, k, found, left)
+            new = simd.fma(
+                load_part(at, k, left), simd.splat(decay), simd.splat(delta * peek(x, i)) * b
+            )
+            simd.store_part(at, k, new, left)
+            found = simd.fma(new, simd.splat(peek(dy, i)), found)
+        simd.store_part(seen, k, found, left)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64))
@@ -102,15 +88,15 @@ def back(slope, seen, dx, dy, x, b, c, decay, p, n):
     """slope = decay slope + dy c; dx (p,) = slope b, and seen (n,) = sum over p of x slope."""
     fill(seen, n, f32(0.0))
     for i in range(p):
-        row, found = address(slope, i * n), splat(0.0)
-        by, value = splat(peek(dy, i)), splat(peek(x, i))
+        row, found = address(slope, i * n), simd.splat(0.0)
+        by, value = simd.splat(peek(dy, i)), simd.splat(peek(x, i))
         for k in range(0, n, LANES):
             left = n - k
-            new = fma(load_part(row, k, left), splat(decay), by * load_part(c, k, left))
-            store_part(row, k, new, left)
-            found = fma(new, load_part(b, k, left), found)
-            store_part(seen, k, fma(new, value, load_part(seen, k, left)), left)
-        poke(dx, i, total(found))
+            new = simd.fma(load_part(row, k, left), simd.splat(decay), by * load_part(c, k, left))
+            simd.store_part(row, k, new, left)
+            found = simd.fma(new, load_part(b, k, left), found)
+            simd.store_part(seen, k, simd.fma(new, value, load_part(seen, k, left)), left)
+        simd.poke(dx, i, simd.total(found))
 
 
 @kernel(void(out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ids1, i64, i64, i64))
@@ -134,7 +120,7 @@ def share(dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, ti
             decay, of_y = f32(math.exp(f64(d) * f64(a[h]))), address(dy, (token * heads + h) * p)
             forth(state, seen, of_y, address(values, h * p), d, decay, p, n)
             add_scaled(address(of_c, t * n), seen, f32(1.0), n)
-            poke(scores, t, f32(dot(seen, address(b, groups * n), n)))
+            simd.poke(scores, t, f32(dot(seen, address(b, groups * n), n)))
         fill(state, p * n, f32(0.0))
         decay, kept, of_a, of_skip = f32(0.0), f64(0.0), f64(0.0), f64(0.0)
         for t in range(time - 1, -1, -1):
@@ -150,7 +136,7 @@ def share(dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, ti
             of_skip += dot(of_y, value, p)
             add_scaled(address(of_b, t * n), seen, d, n)
             for i in range(p):
-                poke(of_x, i, d * peek(of_x, i) + skip[h] * peek(of_y, i))
+                simd.poke(of_x, i, d * peek(of_x, i) + skip[h] * peek(of_y, i))
             decay = f32(0.0) if begins(seq, token, time) else f32(math.exp(f64(d) * f64(a[h])))
         sums[line * heads + h, 0], sums[line * heads + h, 1] = f32(of_a), f32(of_skip)
 
@@ -236,24 +222,24 @@ def channels(y, kept, x, w, line, source, target, number):
         left = wide - s
         for r in range(len(target)):
             for k in range(before if target[r] >= 0 else 0):
-                value = splat(0.0)
+                value = simd.splat(0.0)
                 if source[r] >= 0:
                     value = load_part(address(kept, (source[r] * before + k) * wide), s, left)
-                store_part(address(kept, (target[r] * before + k) * wide), s, value, left)
+                simd.store_part(address(kept, (target[r] * before + k) * wide), s, value, left)
         for t in range(len(x)):
             at = i64(target[line[t]])
-            new, found = load_part(address(x, t * wide), s, left), splat(0.0)
+            new, found = load_part(address(x, t * wide), s, left), simd.splat(0.0)
             if at >= 0:
                 for k in range(before):
                     row = address(kept, (at * before + k) * wide)
                     old = load_part(row, s, left)
-                    found = fma(old, load_part(address(w, k * wide), s, left), found)
+                    found = simd.fma(old, load_part(address(w, k * wide), s, left), found)
                     if k > 0:
-                        store_part(address(kept, (at * before + k - 1) * wide), s, old, left)
+                        simd.store_part(address(kept, (at * before + k - 1) * wide), s, old, left)
                 if before > 0:
-                    store_part(address(kept, (at * before + before - 1) * wide), s, new, left)
-                found = fma(new, load_part(address(w, before * wide), s, left), found)
-            store_part(address(y, t * wide), s, found, left)
+                    simd.store_part(address(kept, (at * before + before - 1) * wide), s, new, left)
+                found = simd.fma(new, load_part(address(w, before * wide), s, left), found)
+            simd.store_part(address(y, t * wide), s, found, left)
 
 
 @kernel(void(out2, out3, in2, in2, ids1, ids1, ids1))

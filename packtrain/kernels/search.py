@@ -8,22 +8,9 @@ codes 0 .. most; `sloped`: value = code * scale + low, codes 0 .. most.
 import numpy as np
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.simd import (
-    INFINITY,
-    LANES,
-    absolute,
-    f32x16,
-    load,
-    maximum,
-    neg,
-    peek,
-    poke,
-    scratch,
-    select_less,
-    splat,
-    store,
-)
+from packtrain.kernels.simd import INFINITY, LANES, f32x16, neg, peek, poke, scratch, splat, store
 
 i64, f32, void = types.int64, types.float32, types.void
 NOTHING = np.float32(1e-15)  # a group without larger values is all zeros
@@ -39,7 +26,7 @@ def lanes():
     numbers = scratch(16)
     for lane in range(LANES):
         poke(numbers, lane, f32(lane))
-    return load(numbers, 0)
+    return simd.load(numbers, 0)
 
 
 @part(i64(f32))
@@ -91,7 +78,7 @@ def products(x, w, n, most, codes, inverse):
 
 @part(f32x16(f32x16, f32, f32))
 def codes_of(v, low, high):
-    return neg(maximum(-high, neg(maximum(v + ROUND - ROUND, low))))
+    return neg(simd.maximum(-high, neg(simd.maximum(v + ROUND - ROUND, low))))
 
 
 @part(void(i64, i64, i64, i64, i64, f32x16))
@@ -227,8 +214,8 @@ def misfits(x, w, n, codes, scales, lows, sizes):
     """`misfit` of a trial in each lane."""
     errors = splat(0.0)
     for i in range(n):
-        off = scales * load(codes, i * LANES) + lows - peek(x, i)
-        errors += splat(peek(w, i)) * (absolute(off) if sizes else off * off)
+        off = scales * simd.load(codes, i * LANES) + lows - peek(x, i)
+        errors += splat(peek(w, i)) * (simd.absolute(off) if sizes else off * off)
     return errors
 
 
@@ -247,10 +234,10 @@ def tried(x, w, n, most, found, low, inverses, weight, sum_x, sizes):
     determinant = sum_ll * weight - sum_l * sum_l
     scales = (sum_lx * weight - sum_l * sum_x) / determinant
     lows = (sum_ll * sum_x - sum_l * sum_lx) / determinant
-    scales = select_less(0.0, lows, sum_lx / sum_ll, scales)
-    lows = select_less(0.0, lows, 0.0, lows)
+    scales = simd.select_less(0.0, lows, sum_lx / sum_ll, scales)
+    lows = simd.select_less(0.0, lows, 0.0, lows)
     errors = misfits(x, w, n, codes, scales, lows, sizes)
-    store(found, 0, select_less(0.0, determinant, errors, INFINITY))
+    store(found, 0, simd.select_less(0.0, determinant, errors, INFINITY))
     store(found, LANES, scales)
     store(found, 2 * LANES, lows)
 

@@ -2,18 +2,9 @@
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    ids1,
-    in2,
-    load_part,
-    out2,
-    splat,
-    store_part,
-)
+from packtrain.kernels.simd import LANES, address, ids1, in2, load_part, out2, splat, store_part
 
 i64, void, flag = types.int64, types.void, types.boolean
 BLOCK = 1 << 14  # values of a task
@@ -39,7 +30,7 @@ def conv_rows(y, x, w, seq, time, step, start, stop):
                 other = row + step * (taps - 1 - k)
                 if beside(seq, row, other, time):
                     value = load_part(address(x, other * channels), s, left)
-                    total = fma(value, load_part(address(w, k * channels), s, left), total)
+                    total = simd.fma(value, load_part(address(w, k * channels), s, left), total)
             store_part(address(y, row * channels), s, total, left)
 
 
@@ -52,7 +43,7 @@ def conv(y, x, w, seq, time, step):
     seq   (N,)       i32, or empty
     step  -1: of rows before, 1: of rows after
     """
-    spans(conv_rows, (y, x, w, seq, time, step), len(x), max(1, BLOCK // max(1, x.shape[1])))
+    spans(conv_rows, (y, x, w, seq, time, step), len(x), BLOCK // max(1, x.shape[1]))
 
 
 @kernel(void(out2, out2, in2, in2, ids1, i64, i64))
@@ -74,7 +65,7 @@ def filters(dw, some, dy, x, seq, time, number):
                     for s in range(first, last, LANES):
                         left = last - s
                         more = load_part(of_y, s, left), load_part(of_x, s, left)
-                        total = fma(more[0], more[1], load_part(part_sum, s, left))
+                        total = simd.fma(more[0], more[1], load_part(part_sum, s, left))
                         store_part(part_sum, s, total, left)
             for s in range(first, last, LANES):
                 total = load_part(whole, s, last - s) + load_part(part_sum, s, last - s)
@@ -97,7 +88,7 @@ def cell_rows(y, x, w, cells, start, stop):
                 cell = i64(cells[row * taps + k])
                 if cell >= 0:
                     value = load_part(address(x, cell * channels), s, left)
-                    total = fma(value, load_part(address(w, k * channels), s, left), total)
+                    total = simd.fma(value, load_part(address(w, k * channels), s, left), total)
             store_part(address(y, row * channels), s, total, left)
 
 
@@ -110,4 +101,4 @@ def conv_cells(y, x, w, cells):
     w      (K, C)  f32
     cells  (N K,)  i32
     """
-    spans(cell_rows, (y, x, w, cells), len(y), max(1, BLOCK // max(1, x.shape[1])))
+    spans(cell_rows, (y, x, w, cells), len(y), BLOCK // max(1, x.shape[1]))

@@ -6,6 +6,7 @@ runs the same instructions as the rest. A vector is one AVX-512 register, two of
 """
 
 import operator
+from inspect import Parameter, Signature
 
 from llvmlite import ir
 from numba import njit, types
@@ -60,37 +61,50 @@ def number_to_vector(context, builder, fromty, toty, value):
     return spread(builder, context.cast(builder, value, fromty, types.float32), VECTOR)
 
 
-def binary_operator(symbol, instruction):
+def binary_operator(vector, scalar, symbol, instruction):
+    """Define an operator on two vectors, or a vector and a scalar, by LLVM's instruction."""
+
     @infer_global(symbol)
     class Operator(AbstractTemplate):
         def generic(self, args, kws):
-            if f32x16 in args and all(isinstance(a, (Vector, types.Number)) for a in args):
-                return signature(f32x16, f32x16, f32x16)
+            if vector in args and all(a == vector or isinstance(a, scalar) for a in args):
+                return signature(vector, vector, vector)
             return None
 
-    @lower_builtin(symbol, f32x16, f32x16)
+    @lower_builtin(symbol, vector, vector)
     def lower(context, builder, sig, args):
         return getattr(builder, instruction)(*args)
 
 
-for name, instruction in {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}.items():
-    binary_operator(getattr(operator, name), instruction)
-    binary_operator(getattr(operator, "i" + name), instruction)
+for name, emitted in {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}.items():
+    for symbol in (getattr(operator, name), getattr(operator, "i" + name)):
+        binary_operator(f32x16, types.Number, symbol, emitted)
+
+
+def instruction(result, *kinds):
+    """An intrinsic of these types, from emit(builder, *values) -> value; without a value its result is void."""
+
+    def named(emit):
+        def codegen(context, builder, sig, args):
+            value = emit(builder, *args)
+            return context.get_dummy_value() if value is None else value
+
+        def typed(typingctx, *values):
+            return result(*kinds), codegen
+
+        # numba counts the parameters
+        names = [f"value{number}" for number in range(len(kinds))]
+        typed.__signature__ = Signature(
+            [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typingctx", *names)]
+        )
+        return intrinsic(typed)
+
+    return named
 
 
 def lanewise(emit, count):
     """An intrinsic on `count` vectors (numbers are spread); emit(builder, *values) -> value."""
-
-    def codegen(context, builder, sig, args):
-        return emit(builder, *args)
-
-    typed = {
-        1: lambda typingctx, a: (f32x16(f32x16), codegen),
-        2: lambda typingctx, a, b: (f32x16(f32x16, f32x16), codegen),
-        3: lambda typingctx, a, b, c: (f32x16(*[f32x16] * 3), codegen),
-        4: lambda typingctx, a, b, c, d: (f32x16(*[f32x16] * 4), codegen),
-    }
-    return intrinsic(typed[count])
+    return instruction(f32x16, *[f32x16] * count)(emit)
 
 
 def named(name):
@@ -235,21 +249,14 @@ def store_part(typingctx, y, i, v, left):
     return types.void(place(y), types.int64, f32x16, types.int64), codegen
 
 
-@intrinsic
-def keep_first(typingctx, v, left, fill):
+@instruction(f32x16, f32x16, types.int64, f32x16)
+def keep_first(builder, v, left, fill):
     """The first `left` lanes of v, `fill` in the others."""
-
-    def codegen(context, builder, sig, args):
-        return builder.select(first_lanes(builder, args[1]), args[0], args[2])
-
-    return f32x16(f32x16, types.int64, f32x16), codegen
+    return builder.select(first_lanes(builder, left), v, fill)
 
 
 def folding(combine):
-    def codegen(context, builder, sig, args):
-        return fold(builder, args[0], combine)
-
-    return intrinsic(lambda typingctx, v: (types.float32(f32x16), codegen))
+    return instruction(types.float32, f32x16)(lambda builder, v: fold(builder, v, combine))
 
 
 total = folding(lambda builder, a, b: builder.fadd(a, b))

@@ -4,24 +4,9 @@ import math
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part, spans
-from packtrain.kernels.simd import (
-    INFINITY,
-    LANES,
-    address,
-    exp,
-    f32x16,
-    fma,
-    in2,
-    keep_first,
-    largest,
-    load_part,
-    maximum,
-    out2,
-    splat,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import INFINITY, LANES, f32x16, in2, load_part, out2, splat, store_part
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
@@ -35,19 +20,19 @@ def masked(x, mask, i, left, scale):
     v = load_part(x, i, left) * scale
     if mask:
         v += load_part(mask, i, left)
-    return v if left >= LANES else keep_first(v, left, -INFINITY)
+    return v if left >= LANES else simd.keep_first(v, left, -INFINITY)
 
 
 @kernel(void(out2, in2, in2, f32, i64, i64))
 def soft_max_rows(y, x, mask, scale, start, stop):
     width = x.shape[1]
     for row in range(start, stop):
-        source = address(x, row * width)
-        added = address(mask, row % mask.shape[0] * width) if mask.size else 0
+        source = simd.address(x, row * width)
+        added = simd.address(mask, row % mask.shape[0] * width) if mask.size else 0
         lanes = splat(-INFINITY)
         for i in range(0, width, LANES):
-            lanes = maximum(masked(source, added, i, width - i, scale), lanes)
-        top = largest(lanes)
+            lanes = simd.maximum(masked(source, added, i, width - i, scale), lanes)
+        top = simd.largest(lanes)
         if top == -INFINITY:
             for i in range(0, width, LANES):
                 store_part(y, row * width + i, splat(0.0), width - i)
@@ -56,10 +41,10 @@ def soft_max_rows(y, x, mask, scale, start, stop):
         for run in range(0, width, RUN):
             lanes = splat(0.0)
             for i in range(run, min(run + RUN, width), LANES):
-                v = exp(masked(source, added, i, width - i, scale) - top)
+                v = simd.exp(masked(source, added, i, width - i, scale) - top)
                 store_part(y, row * width + i, v, width - i)
                 lanes += v
-            weight += f64(total(lanes))
+            weight += f64(simd.total(lanes))
         share = splat(f32(1.0 / weight))
         for i in range(0, width, LANES):
             at = row * width + i
@@ -70,17 +55,17 @@ def soft_max_rows(y, x, mask, scale, start, stop):
 def log_soft_max_rows(y, x, start, stop):
     width = x.shape[1]
     for row in range(start, stop):
-        source = address(x, row * width)
+        source = simd.address(x, row * width)
         lanes = splat(-INFINITY)
         for i in range(0, width, LANES):
-            lanes = maximum(masked(source, 0, i, width - i, f32(1.0)), lanes)
-        top = largest(lanes)
+            lanes = simd.maximum(masked(source, 0, i, width - i, f32(1.0)), lanes)
+        top = simd.largest(lanes)
         weight = f64(0.0)
         for run in range(0, width, RUN):
             lanes = splat(0.0)
             for i in range(run, min(run + RUN, width), LANES):
-                lanes += exp(masked(source, 0, i, width - i, f32(1.0)) - top)
-            weight += f64(total(lanes))
+                lanes += simd.exp(masked(source, 0, i, width - i, f32(1.0)) - top)
+            weight += f64(simd.total(lanes))
         less = splat(f32(math.log(weight)))
         for i in range(0, width, LANES):
             at = row * width + i
@@ -94,10 +79,7 @@ def log_soft_max(y, x):
     x, y  (N, C)  f32
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        log_soft_max_rows(y, x, 0, n)
-        return
-    spans(log_soft_max_rows, (y, x), n, max(1, BLOCK // max(1, width)))
+    spans(log_soft_max_rows, (y, x), n, BLOCK // max(1, width) if x.size > SERIAL else n)
 
 
 @kernel(void(out2, in2, in2, f32))
@@ -110,11 +92,7 @@ def soft_max(y, x, mask, scale):
     A fully masked row (-inf) gives zeros.
     """
     n, width = x.shape
-    if x.size <= SERIAL:
-        soft_max_rows(y, x, mask, scale, 0, n)
-        return
-    rows = max(1, BLOCK // max(1, width))
-    spans(soft_max_rows, (y, x, mask, scale), n, rows)
+    spans(soft_max_rows, (y, x, mask, scale), n, BLOCK // max(1, width) if x.size > SERIAL else n)
 
 
 @kernel(void(out2, in2, in2, f32, i64, i64))
@@ -126,8 +104,8 @@ def soft_max_back_rows(dx, dy, y, scale, start, stop):
             lanes = splat(0.0)
             for i in range(run, min(run + RUN, width), LANES):
                 at = row * width + i
-                lanes = fma(load_part(dy, at, width - i), load_part(y, at, width - i), lanes)
-            dot += f64(total(lanes))
+                lanes = simd.fma(load_part(dy, at, width - i), load_part(y, at, width - i), lanes)
+            dot += f64(simd.total(lanes))
         mean = splat(f32(dot))
         for i in range(0, width, LANES):
             at = row * width + i
@@ -142,8 +120,5 @@ def soft_max_back(dx, dy, y, scale):
     dx, dy, y  (N, C)  f32
     """
     n, width = y.shape
-    if y.size <= SERIAL:
-        soft_max_back_rows(dx, dy, y, scale, 0, n)
-        return
-    rows = max(1, BLOCK // max(1, width))
+    rows = BLOCK // max(1, width) if y.size > SERIAL else n
     spans(soft_max_back_rows, (dx, dy, y, scale), n, rows)

@@ -6,24 +6,10 @@ Rows are `ld` floats apart; columns after the last full vector are read and writ
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from packtrain.kernels import runtime
+from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import kernel
-from packtrain.kernels.simd import (
-    BITS,
-    F32,
-    I64,
-    LANES,
-    MASK,
-    VECTOR,
-    ZERO,
-    call,
-    first_lanes,
-    read,
-    spread,
-    write,
-)
+from packtrain.kernels.simd import BITS, F32, I64, LANES, MASK, VECTOR, ZERO
 
 POINTER = ir.PointerType()
 PRODUCT = types.void(*[types.int64] * 9, types.boolean)
@@ -45,7 +31,7 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
     sums = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
     with builder.if_then(add):
         for cell in cells:
-            builder.store(read(builder, spots[cell], mask), sums[cell])
+            builder.store(simd.read(builder, spots[cell], mask), sums[cell])
     step = lda if by_column else I64(1)
     tops = [a] if by_column else [at(builder, a, I64(i), lda, I64(0)) for i in range(0, height, 3)]
     moving = [(cgutils.alloca_once_value(builder, top), step) for top in tops]
@@ -53,7 +39,7 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
     with cgutils.for_range(builder, depth):
         *lefts, right = (builder.load(place) for place, _ in moving)
         rights = [
-            read(builder, at(builder, right, I64(0), ldb, I64(j * LANES)), mask)
+            simd.read(builder, at(builder, right, I64(0), ldb, I64(j * LANES)), mask)
             for j in range(width)
         ]
         for i in range(height):
@@ -63,15 +49,15 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
                 else (lefts[i // 3], I64(i % 3), lda, I64(0))
             )
             left = builder.load(at(builder, *order), typ=F32, align=4)
-            left = spread(builder, left, VECTOR)
+            left = simd.spread(builder, left, VECTOR)
             for j in range(width):
                 done = builder.load(sums[i, j])
-                done = call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], done)
+                done = simd.call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], done)
                 builder.store(done, sums[i, j])
         for place, by in moving:
             builder.store(builder.gep(builder.load(place), [by], source_etype=F32), place)
     for cell in cells:
-        write(builder, builder.load(sums[cell]), spots[cell], mask)
+        simd.write(builder, builder.load(sums[cell]), spots[cell], mask)
 
 
 def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
@@ -80,7 +66,7 @@ def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
     for start, stop, width in ((I64(0), wide, WIDEST), (wide, n, 1)):
         step = I64(width * LANES)
         with cgutils.for_range_slice(builder, start, stop, step, inc=True) as (j, _):
-            mask = None if stop is wide else first_lanes(builder, builder.sub(n, j))
+            mask = None if stop is wide else simd.first_lanes(builder, builder.sub(n, j))
             done = I64(0)
             for height in HEIGHTS:
                 rest = builder.srem(builder.sub(m, done), I64(height))
@@ -99,11 +85,11 @@ def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
     nothing = ir.Constant(MASK, [0] * LANES)
 
     def inside(rows, columns, i):
-        lanes = first_lanes(builder, columns)
+        lanes = simd.first_lanes(builder, columns)
         return builder.select(builder.icmp_signed("<", I64(i), rows), lanes, nothing)
 
     lines = [
-        read(builder, at(builder, x, I64(i), ldx, I64(0)), inside(x_rows, x_columns, i))
+        simd.read(builder, at(builder, x, I64(i), ldx, I64(0)), inside(x_rows, x_columns, i))
         for i in range(LANES)
     ]
     for step in (8, 4, 2, 1):
@@ -114,7 +100,9 @@ def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
             for line, order in ((i, first), (i + step, second)):
                 lines[line] = builder.shuffle_vector(*pair, ir.Constant(BITS, order))
     for i in range(LANES):
-        write(builder, lines[i], at(builder, y, I64(i), ldy, I64(0)), inside(y_rows, y_columns, i))
+        simd.write(
+            builder, lines[i], at(builder, y, I64(i), ldy, I64(0)), inside(y_rows, y_columns, i)
+        )
 
 
 def compiled(name, emit, kinds):
@@ -124,7 +112,7 @@ def compiled(name, emit, kinds):
     """
     kind = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
 
-    def codegen(context, builder, sig, args):
+    def emit_call(builder, *args):
         function = builder.module.globals.get(name)
         if function is None:
             form = ir.FunctionType(ir.VoidType(), [kind[k] for k in kinds])
@@ -139,17 +127,9 @@ def compiled(name, emit, kinds):
             for k, a in zip(kinds, args, strict=True)
         )
         builder.call(function, list(fixed))
-        return context.get_dummy_value()
 
     number = {"p": types.int64, "i": types.int64, "b": types.boolean}
-    return intrinsic_of(len(kinds), types.void(*[number[k] for k in kinds]), codegen)
-
-
-def intrinsic_of(count, sig, codegen):
-    """One lambda for each count, as numba reads an intrinsic's parameters from its source."""
-    if count == 8:
-        return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h: (sig, codegen))
-    return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h, i, j: (sig, codegen))
+    return simd.instruction(types.void, *[number[k] for k in kinds])(emit_call)
 
 
 # functions on pointers within a kernel: with addresses LLVM generates slower loops (attention_back: twice as slow)
@@ -184,13 +164,9 @@ def turn(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
     turned(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns)
 
 
-@intrinsic
-def on_stack(typingctx, size):
+@simd.instruction(types.int64, types.int64)
+def on_stack(builder, size):
     """The address of `size` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
-
-    def codegen(context, builder, sig, args):
-        block = builder.alloca(F32, size=args[0])
-        block.align = 64
-        return builder.ptrtoint(block, I64)
-
-    return types.int64(types.int64), codegen
+    block = builder.alloca(F32, size=size)
+    block.align = 64
+    return builder.ptrtoint(block, I64)

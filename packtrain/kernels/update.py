@@ -7,34 +7,12 @@ import math
 
 from numba import types
 
-from packtrain.kernels.bits import (
-    I16,
-    i32x16,
-    put_short,
-    reading,
-    short_at,
-    sixteen,
-    to_bits,
-    writing,
-)
+from packtrain.kernels import bits, simd
+from packtrain.kernels.bits import I16, i32x16, put_short, reading, short_at, sixteen, to_bits
 from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import F32, row
 from packtrain.kernels.elementwise import uniform
-from packtrain.kernels.simd import (
-    I32,
-    LANES,
-    address,
-    fma,
-    in1,
-    in2,
-    load_part,
-    out1,
-    scratch,
-    splat,
-    sqrt,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import I32, LANES, address, fma, in1, in2, load_part, out1, splat, sqrt
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
@@ -44,7 +22,7 @@ PART = 1 << 10  # elements of a bf16 weight converted to f32 at a time
 
 bytes1 = types.Array(types.uint8, 1, "C")
 words_at = reading(sixteen(I32), i32x16, lambda builder, v: v)
-put_shorts = writing(i32x16, lambda builder, v: builder.trunc(v, sixteen(I16)))
+put_shorts = bits.writing(i32x16, lambda builder, v: builder.trunc(v, sixteen(I16)))
 
 
 @kernel(void(i64, i64, i64, i64, i64))
@@ -79,9 +57,9 @@ def adamw_span(w, g, m, v, hyper, decay, gate, start, stop):
         first = fma(load_part(m, i, left), beta1, gradient * rest1)
         second = fma(load_part(v, i, left), beta2, gradient * gradient * rest2)
         step = first / fma(sqrt(second), root, eps)
-        store_part(m, i, first, left)
-        store_part(v, i, second, left)
-        store_part(w, i, fma(rate, step, load_part(w, i, left) * kept), left)
+        simd.store_part(m, i, first, left)
+        simd.store_part(v, i, second, left)
+        simd.store_part(w, i, fma(rate, step, load_part(w, i, left) * kept), left)
 
 
 @kernel(void(i64, bytes1, in1, out1, out1, in1, f32, f32, i64, i64, i64))
@@ -89,7 +67,7 @@ def adamw_part(kind, w, g, m, v, hyper, decay, gate, key, start, stop):
     if kind == F32:
         adamw_span(w.ctypes.data, g, m, v, hyper, decay, gate, start, stop)
         return
-    part = scratch(PART)
+    part = simd.scratch(PART)
     for i in range(start, stop, PART):
         at, n = w.ctypes.data + 2 * i, min(PART, stop - i)
         row(kind, part, at, n)
@@ -117,10 +95,7 @@ def adamw(kind, w, g, m, v, hyper, decay, gate, key):
     if not math.isfinite(factor):
         return
     n = g.size
-    if n <= SERIAL:
-        adamw_part(kind, w, g, m, v, hyper, decay, factor, key, 0, n)
-        return
-    spans(adamw_part, (kind, w, g, m, v, hyper, decay, factor, key), n, BLOCK)
+    spans(adamw_part, (kind, w, g, m, v, hyper, decay, factor, key), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(i64, in1, in1, f32, f32, i64, i64))
@@ -130,7 +105,7 @@ def sgd_span(w, g, hyper, decay, gate, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         w_new = fma(rate, load_part(g, i, left), load_part(w, i, left) * kept)
-        store_part(w, i, w_new, left)
+        simd.store_part(w, i, w_new, left)
 
 
 @kernel(void(i64, bytes1, in1, in1, f32, f32, i64, i64, i64))
@@ -138,7 +113,7 @@ def sgd_part(kind, w, g, hyper, decay, gate, key, start, stop):
     if kind == F32:
         sgd_span(w.ctypes.data, g, hyper, decay, gate, start, stop)
         return
-    part = scratch(PART)
+    part = simd.scratch(PART)
     for i in range(start, stop, PART):
         at, n = w.ctypes.data + 2 * i, min(PART, stop - i)
         row(kind, part, at, n)
@@ -161,10 +136,7 @@ def sgd(kind, w, g, hyper, decay, gate, key):
     if not math.isfinite(factor):
         return
     n = g.size
-    if n <= SERIAL:
-        sgd_part(kind, w, g, hyper, decay, factor, key, 0, n)
-        return
-    spans(sgd_part, (kind, w, g, hyper, decay, factor, key), n, BLOCK)
+    spans(sgd_part, (kind, w, g, hyper, decay, factor, key), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, f32, f32, i64, i64))
@@ -172,7 +144,9 @@ def momentum_span(b, g, momentum, gate, start, stop):
     kept, factor = splat(momentum), splat(gate)
     for i in range(start, stop, LANES):
         left = stop - i
-        store_part(b, i, fma(load_part(b, i, left), kept, load_part(g, i, left) * factor), left)
+        simd.store_part(
+            b, i, fma(load_part(b, i, left), kept, load_part(g, i, left) * factor), left
+        )
 
 
 @kernel(void(out1, in1, f32, f32))
@@ -182,10 +156,7 @@ def momentum(b, g, momentum, gate):
     b, g  (N,)  f32
     """
     n = g.size
-    if n <= SERIAL:
-        momentum_span(b, g, momentum, gate, 0, n)
-        return
-    spans(momentum_span, (b, g, momentum, gate), n, BLOCK)
+    spans(momentum_span, (b, g, momentum, gate), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, in2, in2, in1, i64, i64))
@@ -197,7 +168,7 @@ def combine_span(p, g, s, y, c, start, stop):
         for k in range(m):
             along = fma(load_part(address(s, k * n), i, left), splat(c[1 + k]), along)
             along = fma(load_part(address(y, k * n), i, left), splat(c[1 + m + k]), along)
-        store_part(p, i, along, left)
+        simd.store_part(p, i, along, left)
 
 
 @kernel(void(out1, in1, in2, in2, in1))
@@ -209,10 +180,7 @@ def combine(p, g, s, y, c):
     c     (1 + 2 M,)  f32
     """
     n = g.size
-    if n <= SERIAL:
-        combine_span(p, g, s, y, c, 0, n)
-        return
-    spans(combine_span, (p, g, s, y, c), n, BLOCK)
+    spans(combine_span, (p, g, s, y, c), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(f64(i64, i64, i64))
@@ -223,7 +191,7 @@ def dot(a, b, n):
         lanes = splat(0.0)
         for i in range(run, min(run + RUN, n), LANES):
             lanes = fma(load_part(a, i, n - i), load_part(b, i, n - i), lanes)
-        result += f64(total(lanes))
+        result += f64(simd.total(lanes))
     return result
 
 

@@ -2,18 +2,9 @@
 
 from numba import types
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import part
-from packtrain.kernels.simd import (
-    LANES,
-    address,
-    fma,
-    ids1,
-    load_part,
-    rank,
-    splat,
-    store_part,
-    total,
-)
+from packtrain.kernels.simd import LANES, address, fma, ids1, load_part, rank, splat, store_part
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 out4 = rank(4)
@@ -43,7 +34,7 @@ def dot(a, b, size):
     found = splat(0.0)
     for s in range(0, size, LANES):
         found = fma(load_part(a, s, size - s), load_part(b, s, size - s), found)
-    return f64(total(found))
+    return f64(simd.total(found))
 
 
 @part(i64(ids1, i64, i64))

@@ -6,22 +6,10 @@ Positions and sequences are int32 (batch, index); of size 0, positions are the i
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.simd import (
-    BITS,
-    I32,
-    I64,
-    INFINITY,
-    LANES,
-    VECTOR,
-    f32x16,
-    ids1,
-    load,
-    spread,
-    store,
-)
+from packtrain.kernels.simd import BITS, I32, I64, INFINITY, LANES, VECTOR, f32x16, ids1
 from packtrain.kernels.tile import POINTER, at
 
 QUERIES = 64  # queries in a block, at most
@@ -34,39 +22,25 @@ ids2 = types.Array(types.int32, 2, "C", readonly=True)
 span = types.UniTuple(i64, 5)
 
 
-@intrinsic
-def poke_int(typingctx, y, i, value):
+@simd.instruction(types.void, types.int64, types.int64, types.int64)
+def poke_int(builder, y, i, value):
     """Write int32 number i of the address y."""
-
-    def codegen(context, builder, sig, args):
-        y, i, value = args
-        pointer = builder.gep(builder.inttoptr(y, POINTER), [i], source_etype=I32)
-        builder.store(builder.trunc(value, I32), pointer)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pointer = builder.gep(builder.inttoptr(y, POINTER), [i], source_etype=I32)
+    builder.store(builder.trunc(value, I32), pointer)
 
 
-@intrinsic
-def shown(typingctx, score, places, i, key_position, key_sequence):
-    """Scores of queries i .. i + 15, -inf where masked."""
-
-    def codegen(context, builder, sig, args):
-        score, places, i, *key = args
-        base = builder.inttoptr(places, POINTER)
-        position, sequence = (spread(builder, builder.trunc(k, I32), BITS) for k in key)
-        found = None
-        for number, (sign, value) in enumerate(
-            (("<=", position), ("==", sequence), (">=", position))
-        ):
-            spot = at(builder, base, I64(number), I64(QUERIES), i)
-            holds = builder.icmp_signed(sign, value, builder.load(spot, typ=BITS, align=4))
-            found = holds if found is None else builder.and_(found, holds)
-        hidden = ir.Constant(VECTOR, [-INFINITY] * LANES)
-        return builder.select(found, score, hidden)
-
-    kinds = (f32x16, types.int64, types.int64, types.int64, types.int64)
-    return f32x16(*kinds), codegen
+@simd.instruction(f32x16, f32x16, types.int64, types.int64, types.int64, types.int64)
+def shown(builder, score, places, i, *key):
+    """Scores of queries i .. i + 15, -inf where masked, of a key's position and sequence."""
+    base = builder.inttoptr(places, POINTER)
+    position, sequence = (simd.spread(builder, builder.trunc(k, I32), BITS) for k in key)
+    found = None
+    for number, (sign, value) in enumerate((("<=", position), ("==", sequence), (">=", position))):
+        spot = at(builder, base, I64(number), I64(QUERIES), i)
+        holds = builder.icmp_signed(sign, value, builder.load(spot, typ=BITS, align=4))
+        found = holds if found is None else builder.and_(found, holds)
+    hidden = ir.Constant(VECTOR, [-INFINITY] * LANES)
+    return builder.select(found, score, hidden)
 
 
 @part(i64(i64, i64))
@@ -121,7 +95,7 @@ def hide_after(scores, lanes, places, k_pos, order, row, first, count):
         position = i64(k_pos[order[row, first + j]])
         for i in range(0, lanes, LANES):
             at = j * lanes + i
-            store(scores, at, shown(load(scores, at), places, i, position, 0))
+            simd.store(scores, at, shown(simd.load(scores, at), places, i, position, 0))
 
 
 @kernel(i64(span, ids2, ids2, i64, i64, i64))
@@ -151,4 +125,4 @@ def hide(scores, lanes, places, k_pos, k_seq, b, first, count):
         sequence = i64(k_seq[b, first + j]) if k_seq.size else 0
         for i in range(0, lanes, LANES):
             at = j * lanes + i
-            store(scores, at, shown(load(scores, at), places, i, position, sequence))
+            simd.store(scores, at, shown(simd.load(scores, at), places, i, position, sequence))

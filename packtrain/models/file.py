@@ -4,6 +4,7 @@ open_model(path) returns a ModelFile or raises a one-line error; save_model writ
 It knows no sessions: weights are arrays by name.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from packtrain.tokenizer import Tokenizer, TokenizerError
 
 PART = 1 << 18  # elements converted at a time
 TOKENS = "tokenizer.ggml.tokens"
+EDGE = 256  # bytes at the beginning and end of a tensor that go into the fingerprint
 APART = 128  # by how many tokens the sizes of two vocabularies may differ, as in llama.cpp
 
 
@@ -83,6 +85,16 @@ def open_model(path: str | Path) -> ModelFile:
     _check_vocabulary(gguf, config)
     _check_tensors(gguf, config)
     return ModelFile(gguf, config)
+
+
+def fingerprint(model: ModelFile) -> str:
+    """Identifies the model: names, types and shapes of its tensors, and the first and last bytes of each."""
+    digest = hashlib.sha256()
+    for name, e in model.gguf.entries.items():
+        digest.update(f"{name} {e.dtype} {e.shape}\n".encode())
+        raw = model.gguf.array(name).reshape(-1).view(np.uint8)
+        digest.update(raw[:EDGE].tobytes() + raw[-EDGE:].tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _check_vocabulary(gguf: GGUF, config: Config) -> None:

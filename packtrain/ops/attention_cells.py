@@ -25,8 +25,7 @@ def _want_cells(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     want(fits, f"{fact}; heads must be equally wide, and those of k divide those of q")
     heads = Spec(q.shape[1:2])
     want(
-        sinks is None or sinks.spec == heads,
-        f"sinks is {sinks and sinks.spec}; it must be {heads}",
+        sinks is None or sinks.spec == heads, f"sinks is {sinks and sinks.spec}; it must be {heads}"
     )
 
 

@@ -8,19 +8,8 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, ROUNDABLE, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.kernels.runtime import has
-from packtrain.ops import costs
-from packtrain.ops.arrays import (
-    again,
-    demand,
-    floats,
-    half,
-    integers_of,
-    packed,
-    rows,
-    start_with,
-    times,
-    want_precision,
-)
+from packtrain.ops import arrays, costs
+from packtrain.ops.arrays import again, half, packed, rows
 from packtrain.ops.reduce import sum_like
 from packtrain.ops.shape import transpose
 from packtrain.ops.torch import CHUNK, LARGE, add_product, add_product_back, multiply
@@ -53,7 +42,7 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = 
     precision  bf16 rounds x and w to it, for gradients too, and sums in f32; for CPUs with AVX512_BF16.
                bf16x3 takes them as sums of two bf16, and leaves out the least product; for CPUs with AMX
     """
-    want_precision(precision)
+    arrays.want_precision(precision)
     want(x.dtype == f32, f"x is {x.spec}; it must be f32")
     _want_readable(w)
     want(
@@ -101,14 +90,14 @@ def matmul_vjp(dy, y, x, w, acc, **how):
 
 @matmul.kernel("numpy")
 def matmul_numpy(y, x, w, acc, precision):
-    product = times(x, np.swapaxes(floats(w), -1, -2), precision)
+    product = arrays.times(x, np.swapaxes(arrays.floats(w), -1, -2), precision)
     y[...] = product if acc is None else product + acc
 
 
 @matmul.kernel("cpu", strided=_is_matrix)
 def matmul_cpu(y, x, w, acc, precision, work=()):
     how = acc is not None, half(precision)
-    same = acc is None or start_with(y, acc)
+    same = acc is None or arrays.start_with(y, acc)
     if w.ndim == 2:
         call = _product(rows(y), rows(x), w, how, work)
         return call if same else None
@@ -144,7 +133,7 @@ def _product(y, x, w, how, work):
 @matmul.workspace("cpu")
 def matmul_workspace(x, w, acc, precision):
     few = x.spec.size <= FEW_ROWS * w.shape[-1] and precision == "f32"
-    return (integers_of(x, PLANES),) if few and _in_integers(w.dtype) else ()
+    return (arrays.integers_of(x, PLANES),) if few and _in_integers(w.dtype) else ()
 
 
 def _in_integers(dtype):
@@ -198,7 +187,7 @@ def matmul_back(
     acc  (..., K)   f32
     dx   (..., K)   f32
     """
-    want_precision(precision)
+    arrays.want_precision(precision)
     want(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
     _want_readable(w)
     want(dy.shape[-1:] == w.shape[:1], f"last axis of dy {dy.spec} must equal first of w {w.spec}")
@@ -215,14 +204,14 @@ def matmul_back_vjp(ddx, dx, dy, w, acc, **how):
 
 @matmul_back.kernel("numpy")
 def matmul_back_numpy(dx, dy, w, acc, precision):
-    product = times(dy, floats(w), precision)
+    product = arrays.times(dy, arrays.floats(w), precision)
     dx[...] = product if acc is None else product + acc
 
 
 @matmul_back.kernel("cpu")
 def matmul_back_cpu(dx, dy, w, acc, precision):
     if acc is not None:
-        start_with(dx, acc)
+        arrays.start_with(dx, acc)
     block = dtype_of(w).block
     how = acc is not None, half(precision)
     kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *how)
@@ -260,7 +249,7 @@ def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None, *, precision: str 
     acc  (P, Q)     f32
     y    (P, Q)     f32
     """
-    want_precision(precision)
+    arrays.want_precision(precision)
     want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
     want(a.shape[:-1] == b.shape[:-1], f"leading axes of a {a.spec} and b {b.spec} must be equal")
     y = Spec((a.shape[-1], b.shape[-1]))
@@ -275,14 +264,14 @@ def out_prod_vjp(dy, y, a, b, acc, **how):
 
 @out_prod.kernel("numpy")
 def out_prod_numpy(y, a, b, acc, precision):
-    product = times(rows(a).T, rows(b), precision)
+    product = arrays.times(rows(a).T, rows(b), precision)
     y[...] = product if acc is None else product + acc
 
 
 @out_prod.kernel("cpu")
 def out_prod_cpu(y, a, b, acc, precision):
     if acc is not None:
-        start_with(y, acc)
+        arrays.start_with(y, acc)
     kernels.matmul.product(y, rows(a).T, rows(b), acc is not None, half(precision))
 
 
@@ -315,9 +304,9 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     """
     fits = min(len(a.shape), len(b.shape)) >= 2 and a.shape[-2] == b.shape[-2]
     fact = f"a is {a.spec} and b is {b.spec}; their last axes but one must be equal"
-    demand("outer", fits, fact, a, b)
+    arrays.demand("outer", fits, fact, a, b)
     plain = a.dtype == f32 or len(a.shape) == len(b.shape) == 2
-    demand("outer", plain, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b)
+    arrays.demand("outer", plain, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b)
     if a.dtype != f32:
         return transpose(matmul_back(transpose(b), a))
     return matmul(transpose(a), transpose(b))

@@ -70,10 +70,7 @@ def _samples():
             yield (x, delta, a, input("skip", (heads,)), ids), {"groups": groups, "width": n}
     yield (
         (x, input("delta", (b, t, heads)), input("a", (heads,)), *_tail(heads)),
-        {
-            "groups": 1,
-            "width": n,
-        },
+        {"groups": 1, "width": n},
     )
 
 

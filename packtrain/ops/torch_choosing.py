@@ -52,12 +52,10 @@ def high_word(a, b):
 
 def uniform(seed, index):
     """The first number of NumPy's Generator(Philox(key=seed, counter=index)).random(), of i64 tensors."""
-    a, b, c, d = (
-        index + 1,
-        torch.zeros_like(index),
-        torch.zeros_like(index),
-        torch.zeros_like(index),
-    )
+    a = index + 1
+    b = torch.zeros_like(index)
+    c = torch.zeros_like(index)
+    d = torch.zeros_like(index)
     k0, k1 = seed.clone(), torch.zeros_like(seed)
     for _ in range(ROUNDS):
         h0, l0, h1, l1 = high_word(M0, a), M0 * a, high_word(M1, c), M1 * c

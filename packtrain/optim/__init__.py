@@ -3,14 +3,7 @@
 from collections.abc import Iterator
 
 from packtrain.optim.adamw import AdamW
-from packtrain.optim.graphs import (
-    ROUNDING,
-    accumulating,
-    applying,
-    measuring,
-    training,
-    updating,
-)
+from packtrain.optim.graphs import ROUNDING, accumulating, applying, measuring, training, updating
 from packtrain.optim.lbfgs import LBFGS
 from packtrain.optim.muon import Muon
 from packtrain.optim.optimizer import Given, Optimizer, Turn, moment

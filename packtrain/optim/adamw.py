@@ -10,18 +10,10 @@ from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat, floats
 from packtrain.ops.costs import Cost
 from packtrain.ops.torch import real, torch
+from packtrain.optim import weights
 from packtrain.optim.optimizer import Given, Optimizer, moment
 from packtrain.optim.sgd import opt_step_sgd
-from packtrain.optim.weights import (
-    decay_axes,
-    parts_of,
-    sampled,
-    stored,
-    stream_of,
-    want_weight,
-    write,
-    write_torch,
-)
+from packtrain.optim.weights import decay_axes, parts_of, sampled, stored, stream_of, write
 from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
@@ -102,11 +94,8 @@ def opt_step_adamw(
         key      (2,)   i64   seed and step, only for bf16
     Loshchilov & Hutter 2019, arXiv 1711.05101.
     """
-    want_weight(w, key, g, m, v)
-    want(
-        hyper.spec == Spec((7,)),
-        f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}",
-    )
+    weights.want_weight(w, key, g, m, v)
+    want(hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}")
     want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return w.spec, m.spec, v.spec
 
@@ -141,7 +130,7 @@ def opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, *, decay, stream):
         torch.where(fine, (second * beta2).add_(squares), second, out=second)
         step = (first / c1).mul_(lr).div_((second / c2).sqrt_().add_(eps))
         kept = real(part) * (1 - lr * weight_decay * decay)
-        write_torch(part, kept.sub_(step), key, stream, start, fine)
+        weights.write_torch(part, kept.sub_(step), key, stream, start, fine)
 
 
 @opt_step_adamw.kernel("cuda")

@@ -8,18 +8,10 @@ import numpy as np
 from packtrain import kernels, ops
 from packtrain.ops.arrays import flat, floats
 from packtrain.ops.torch import real
+from packtrain.optim import weights
 from packtrain.optim.momentum import number_of, opt_momentum
 from packtrain.optim.optimizer import Given, Optimizer, moment
-from packtrain.optim.weights import (
-    decay_axes,
-    parts_of,
-    sampled,
-    stored,
-    stream_of,
-    want_weight,
-    write,
-    write_torch,
-)
+from packtrain.optim.weights import decay_axes, stored, write
 from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -60,7 +52,7 @@ class SGD(Optimizer):
         numbers = ops.narrow(given.hyper, axis=0, start=0, length=2)
         read = w, g, numbers, gate, given.key(w)
         return *handles, *opt_step_sgd(
-            *read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w)
+            *read, decay=len(w.shape) >= self.decay_axes, stream=weights.stream_of(w)
         )
 
     def bare(self) -> Optimizer:
@@ -88,7 +80,7 @@ def opt_step_sgd(
         gate   ()     f32   see clip_gate; nothing changes if it is not finite
         key    (2,)   i64   seed and step, only for bf16
     """
-    want_weight(w, key, g)
+    weights.want_weight(w, key, g)
     want(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")
     want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return (w.spec,)
@@ -112,14 +104,14 @@ def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
 def opt_step_sgd_torch(out, w, g, hyper, gate, key, *, decay, stream):
     lr, weight_decay = hyper.unbind()
     fine = gate.isfinite()
-    for start, (part, slope) in parts_of(w, g):
+    for start, (part, slope) in weights.parts_of(w, g):
         kept = real(part) * (1 - lr * weight_decay * decay)
-        write_torch(part, kept - (slope * gate).mul_(lr), key, stream, start, fine)
+        weights.write_torch(part, kept - (slope * gate).mul_(lr), key, stream, start, fine)
 
 
 @opt_step_sgd.samples
 def opt_step_sgd_samples():
     hyper = constant("hyper", np.array([1e-2, 0.1]))
-    for w, key, gate, decay in sampled():
+    for w, key, gate, decay in weights.sampled():
         g = input("g", w.shape)
         yield from opt_step_sgd(w, g, hyper, gate, key, decay=decay, stream=7)

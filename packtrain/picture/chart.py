@@ -44,8 +44,9 @@ def chart(
     rows: Sequence[Row] | None = None,
     measured: int | Samples | None = None,
     space: str = "host",
+    rectangles: int = MOST,
 ) -> str:
-    """The SVG text. The other arguments are those of `page`."""
+    """The SVG text, with so many of the largest rectangles. The other arguments are those of `page`."""
     scene = make_scene(
         plan, space, title=title, budget_nbytes=budget_nbytes, rows=rows, measured=measured
     )
@@ -57,7 +58,7 @@ def chart(
         _legend(scene),
         _lines(scene),
         *_axes(frame),
-        *_rectangles(scene, frame),
+        *_rectangles(scene, frame, rectangles),
         *_alive(scene, frame),
         *_peak(scene, frame),
         *(_level(level, frame) for level in scene.levels),
@@ -83,9 +84,9 @@ class Frame:
         return (self.x(b.end) - self.x(b.start)) * (self.y(0) - self.y(b.nbytes))
 
 
-def _rectangles(scene: Scene, frame: Frame) -> Iterator[str]:
+def _rectangles(scene: Scene, frame: Frame, count: int) -> Iterator[str]:
     """One path for each category."""
-    shown = sorted(scene.buffers, key=frame.area, reverse=True)[:MOST]
+    shown = sorted(scene.buffers, key=frame.area, reverse=True)[:count]
     for category in scene.used():
         path = "".join(_rectangle(b, frame) for b in shown if b.category == category)
         yield f'<path d="{path}" {_fill(category)}/>'

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class Plan:
     fingerprint: str
     steps: int
     arenas: tuple[Arena, ...]
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Buffer, ...] = field(repr=False)  # thousands
 
     def arena(self, space: str = HOST, name: str = "") -> Arena:
         """An arena of a space; empty if the run does not use it."""

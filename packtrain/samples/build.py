@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packtrain.corpus.documents import TRAIN, VALID, Source, find_sources
-from packtrain.corpus.streams import SUFFIXES
+from packtrain.corpus.streams import COLUMNS, SUFFIXES, TABLES, kind_of
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.kept import Say
@@ -24,9 +24,12 @@ from packtrain.samples.render import Renderer
 from packtrain.samples.store import SampleFile, write_samples
 from packtrain.template import ChatTemplate, Chosen, choose_template, template_source
 from packtrain.tokenizer import Tokenizer
+from packtrain.words import plural
 
 NOTES_FILE = "notes.json"
+ROWS = (*TABLES, *COLUMNS)
 SECONDS_BETWEEN_LINES = 3.0
+MAX_PLACES = 1000  # samples whose place in the data is known
 END, DROP, SPLIT = TRUNCATE = ("end", "drop", "split")
 FATES = {END: "cut at their end", DROP: "left out", SPLIT: "split"}
 CONTROLS = "messages that spell control tokens, which become these tokens as in llama.cpp"
@@ -50,6 +53,7 @@ class Recipe:
     skip_bad   skip records that cannot be used
     pairs      of a chosen and a rejected answer, which become two samples, one after the other: only them, none of them
                or, with None, both
+    columns    how columns of records are named as fields
     template   chat template instead of the model's own
     """
 
@@ -64,6 +68,7 @@ class Recipe:
     skip_bad: bool = False
     template: str | None = None
     pairs: bool | None = False
+    columns: str | None = None
 
 
 def sources_of(recipe: Recipe) -> tuple[Source, ...]:
@@ -85,7 +90,7 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say) -> None:
     sources = sources_of(recipe)
     split = 0.0 if any(source.part for source in sources) else recipe.val_split
     parts = parts_of(recipe, sources)
-    turns, notes = Turns(round(1 / split) if split else 0), list[str]()
+    turns, notes, count = Turns(round(1 / split) if split else 0), list[str](), 0
     with ExitStack() as stack:
         files = {
             part: stack.enter_context(
@@ -94,16 +99,22 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say) -> None:
             for part in parts
         }
         for source in sources:
-            reader = Reader(source, recipe.separator, recipe.skip_bad)
+            reader = Reader(source, recipe.separator, recipe.skip_bad, recipe.columns)
             _write(reader, say, turns, maker, files)
             if not reader.count:
                 why = f" ({' '.join(reader.report.notes)})" if reader.report.bad else ""
                 raise InputError(f"{source.path} holds no records; at least one is needed{why}")
             notes += reader.notes
+            count += reader.count
         notes += maker.messages
+        if split:
+            notes.append(turns.note(split, sources, count))
+            files = files if turns.held_out else {TRAIN: files[TRAIN]}
         _check_filled(recipe, files, notes)
     kept = {
         "notes": notes,
+        "places": turns.places,
+        "parts": [*files],
         "names": [source.path.name for source in sources],
         "template": maker.template,
         "ends": sorted(maker.masker.tokenizer.ends),
@@ -113,14 +124,32 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say) -> None:
 
 @dataclass(slots=True)
 class Turns:
-    """Chooses samples for validation: every k-th, over all files; none if `every` is 0."""
+    """Chooses samples for validation: every k-th, over all files; none if `every` is 0.
+
+    places  where the first samples of the other part are in the data
+    """
 
     every: int
     number: int = 0
+    places: list[str] = field(default_factory=list)
 
     @property
     def part(self) -> str:
         return VALID if self.every and self.number % self.every == 0 else TRAIN
+
+    @property
+    def held_out(self) -> int:
+        return self.number // self.every if self.every else 0
+
+    def note(self, split: float, sources: Iterable[Source], records: int) -> str:
+        """Says how many are held out for validation."""
+        unit = "row" if all(kind_of(source.path) in ROWS for source in sources) else "record"
+        counted = plural(self.number, unit if self.number == records else "sample")
+        are = "is" if self.held_out == 1 else "are"
+        if self.held_out:
+            return f"{self.held_out:,} of {counted} {are} held out for validation"
+        larger = f"; --val-split {1 / self.number:.2g} holds out one" if self.number > 1 else ""
+        return f"nothing is held out for validation: --val-split {split:g} of {counted} is less than one{larger}"
 
 
 def _write(
@@ -136,7 +165,12 @@ def _write(
         turns.number += isinstance(record, Conversation | Pair)
         for sample in samples:
             turns.number += isinstance(record, Plain)
-            files[reader.source.part or turns.part].add(sample)
+            part = reader.source.part or turns.part
+            files[part].add(sample)
+            if part == TRAIN and len(turns.places) < MAX_PLACES:
+                turns.places.append(
+                    f"{reader.source.path.name}: {record.where.rpartition(': ')[2]}"
+                )
 
 
 def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Pair | Plain]:
@@ -153,10 +187,8 @@ def _check_filled(recipe: Recipe, files: Mapping[str, SampleFile], notes: list[s
     for part, file in files.items():
         if not file.starts:
             spoken = {TRAIN: "training", VALID: "validation"}[part]
-            few = part == VALID and files[TRAIN].starts
-            more = "; give a larger --val-split, or 0 for no validation" if few else ""
             raise InputError(
-                f"--data: {recipe.data} leaves no tokens to train on for {spoken}{more} ({'; '.join(notes)})"
+                f"--data: {recipe.data} leaves no tokens to train on for {spoken} ({'; '.join(notes)})"
             )
 
 

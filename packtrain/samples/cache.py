@@ -14,7 +14,7 @@ from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 7  # increase it to rebuild all caches
+FORMAT = 8  # increase it to rebuild all caches
 # for some vocabularies the name decides how whitespace is treated
 VOCABULARY = ("tokenizer.", "general.name")
 
@@ -24,7 +24,7 @@ class Dataset:
     """Samples by split. `fingerprint` is a hash of their sources; `notes` are messages to print.
 
     `template` is the chat template if it is not the model's own; the trained model's file must then contain it.
-    `ends` are the ids that end an answer.
+    `ends` are the ids that end an answer, `places` where the first training samples are in the data.
     """
 
     train: Samples
@@ -33,6 +33,7 @@ class Dataset:
     notes: tuple[str, ...]
     template: str | None = None
     ends: frozenset[int] = frozenset()
+    places: tuple[str, ...] = ()
 
 
 def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
@@ -64,9 +65,14 @@ def read_dataset(
     """
     kept = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)
-    valid = read_samples(folder, VALID, vocab_size) if VALID in parts else None
+    held_out = VALID in parts and VALID in kept["parts"]
+    valid = read_samples(folder, VALID, vocab_size) if held_out else None
     now = dict(zip(kept.get("names", ()), names, strict=False))
-    notes = (note.partition(": ") for note in kept["notes"])
-    renamed = tuple(f"{now.get(first, first)}{colon}{rest}" for first, colon, rest in notes)
+
+    def renamed(texts: Sequence[str]) -> tuple[str, ...]:
+        split = (text.partition(": ") for text in texts)
+        return tuple(f"{now.get(first, first)}{colon}{rest}" for first, colon, rest in split)
+
+    notes, places = renamed(kept["notes"]), renamed(kept["places"])
     ends = frozenset(kept["ends"])
-    return Dataset(train, valid, folder.name, renamed, kept["template"], ends)
+    return Dataset(train, valid, folder.name, notes, kept["template"], ends, places)

@@ -1,17 +1,21 @@
 """Data files of any supported format as conversations and texts, one record at a time.
 
 The fields of the first record determine the format of a file. Yields messages in the form that chat templates take.
-It knows no templates and no tokens; InputError names file, line and field.
+It knows no templates and no tokens; InputError names file, row or line, and field.
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from packtrain.corpus.documents import Piece, Source, read_documents, sound
+import numpy as np
+
+from packtrain.corpus.documents import Piece, Source, read_documents
+from packtrain.corpus.fields import unknown_header
 from packtrain.corpus.records import read_records
-from packtrain.corpus.report import Report, header_names, shortlist
+from packtrain.corpus.report import Report
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.errors import InputError
 from packtrain.samples.messages import (
@@ -30,7 +34,7 @@ from packtrain.samples.messages import (
     read_messages,
     worded,
 )
-from packtrain.words import plural
+from packtrain.words import plural, shortlist
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +66,15 @@ class Reader:
     source: Source
     separator: str | None = None
     skip_bad: bool = False
+    columns: str | None = None
     form: Form | None = None
     count: int = 0
     opened: int = 0  # conversations that started with the assistant
-    unused: set[str] = field(default_factory=set)
+    hashes: "array[int]" = field(default_factory=lambda: array("q"))  # of records, as they are used
     report: Report = field(init=False)
 
     def __post_init__(self) -> None:
-        self.report = Report(self.source.path, self.skip_bad)
+        self.report = Report(self.source.path, self.skip_bad, columns=self.columns)
 
     def __iter__(self) -> Iterator[Conversation | Pair | Plain]:
         if kind_of(self.source.path) not in RECORDS:
@@ -96,9 +101,12 @@ class Reader:
     def _parsed(self, found: Any, where: str) -> Conversation | Pair | Plain:
         record = an_object(found, where)
         if self.form is None:
-            self.form = _form_of(record, where, self.report.header)
+            self.form = _form_of(record, where, self.report)
         self._check(record, where, self.form)
-        return self.form.make(record, where)
+        used = [record.get(name) for name in (*self.form.needed, *self.form.allowed)]
+        made = self.form.make(record, where)
+        self.hashes.append(hash(repr(used)))
+        return made
 
     def _check(self, record: Mapping[str, Any], where: str, form: Form) -> None:
         missing = [name for name in form.needed if name not in record]
@@ -107,10 +115,11 @@ class Reader:
                 f"{where} has no field {missing[0]}",
                 f"all records of a file must be like its first, with {' and '.join(form.needed)}",
             )
-        self.unused |= set(record) - {*form.needed, *form.allowed}
+        unused = self.report.unused
+        unused |= set(record) - {*form.needed, *form.allowed}
         for message in listed(record.get("messages", record.get("conversations"))):
             if isinstance(message, dict):
-                self.unused |= set(message) - MESSAGE_FIELDS - KEPT_FIELDS
+                unused |= set(message) - MESSAGE_FIELDS - KEPT_FIELDS
 
     def _documents(self) -> Iterator[Plain]:
         pieces = iter(read_documents([self.source], self.separator, [self.report]))
@@ -124,11 +133,13 @@ class Reader:
         name = self.source.path.name
         kind = f"of {self.form.name}" if self.form else "of text"
         found = f"{name}: {plural(self.count, 'record' if self.form else 'document')} {kind}"
-        if self.unused:
-            found += f"; not used: {shortlist(sorted(self.unused))}"
+        if self.report.unused:
+            found += f"; not used: {shortlist(sorted(self.report.unused))}"
+        same = len(self.hashes) - len(np.unique(self.hashes))
+        twice = [f"{name}: {plural(same, 'record')} repeat another, word for word"] if same else []
         begun = plural(self.opened, "conversation")
         opened = [f"{name}: {begun} started with the assistant; that turn is dropped"]
-        return [found, *(opened if self.opened else ()), *self.report.notes]
+        return [found, *(opened if self.opened else ()), *self.report.notes, *twice]
 
 
 def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
@@ -142,16 +153,14 @@ def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
 # ---- forms
 
 
-def _form_of(record: Mapping[str, Any], where: str, header: str) -> Form:
+def _form_of(record: Mapping[str, Any], where: str, report: Report) -> Form:
     for form in (PAIR, *FORMS):
         if set(form.needed) <= set(record):
             return form
-    if header:
-        *forms, last = (" and ".join(form.needed) for form in FORMS)
-        wanted = f"it must name {', '.join(forms)}, or {last}"
-        raise InputError(f"{header}: {header_names(record)}; {wanted}")
+    if report.header:
+        raise unknown_header(report.header, report.names, ["prompt", "completion"], record)
     fields = f"the fields {shortlist(record)}" if record else "no fields"
-    raise InputError(f"{where} has {fields}", WANTED)
+    raise InputError(f"{where} has {fields}", f"{WANTED}; --columns NAME=FIELD renames others")
 
 
 def _messages(record: Mapping[str, Any], where: str) -> Conversation:
@@ -163,8 +172,9 @@ def _messages(record: Mapping[str, Any], where: str) -> Conversation:
     return conversation(where, messages, record.get("tools"))
 
 
-def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
-    messages = []
+def _question(record: Mapping[str, Any], where: str) -> Conversation:
+    """A question and an answer, texts or lists of messages, perhaps after earlier turns."""
+    messages: list[Message] = []
     if record.get("system"):
         messages.append(new_message("system", record["system"], f"{where}: system"))
     history = record.get("history")
@@ -173,27 +183,13 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
         if not isinstance(turns, list) or len(turns) != 2:
             raise InputError(f"{at} must be a pair of texts: the user's and the assistant's")
         messages += [new_message("user", turns[0], at), new_message("assistant", turns[1], at)]
-    given = record.get("input") or ""
-    instruction = worded(record["instruction"], f"{where}: instruction")
-    both = "\n".join(filter(None, (instruction, sound(given, f"{where}: input", WANTED))))
-    answer = new_message("assistant", record["output"], f"{where}: output")
-    return conversation(where, [*messages, {"role": "user", "content": both}, answer], None)
-
-
-def _pair(question: str, answer: str) -> Form:
-    """A question and an answer: strings, or lists of messages."""
-
-    def make(record: Mapping[str, Any], where: str) -> Conversation:
-        messages: list[Message] = []
-        for name, role in ((question, "user"), (answer, "assistant")):
-            given = record[name]
-            if isinstance(given, list):
-                messages += read_messages(given, where, name)
-            else:
-                messages.append(new_message(role, given, f"{where}: {name}"))
-        return conversation(where, messages, record.get("tools"))
-
-    return Form((question, answer), ("tools",), make)
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        given = record[name]
+        if isinstance(given, list):
+            messages += read_messages(given, where, name)
+        else:
+            messages.append(new_message(role, given, f"{where}: {name}"))
+    return conversation(where, messages, record.get("tools"))
 
 
 def _preference(record: Mapping[str, Any], where: str) -> Pair:
@@ -229,16 +225,11 @@ def _plain(record: Mapping[str, Any], where: str) -> Plain:
     return Plain(where, (worded(record["text"], f"{where}: text"),), True)
 
 
-PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
+PROMPTS = ("prompt", "messages", "conversations")
 PAIR = Form(("chosen", "rejected"), (*PROMPTS, "tools", "system"), _preference)
 FORMS = (
     Form(("messages",), ("tools", "system"), _messages),
     Form(("conversations",), ("tools", "system"), _messages),
-    _pair("prompt", "completion"),
-    Form(("instruction", "output"), ("input", "system", "history"), _alpaca),
-    _pair("question", "answer"),
-    _pair("prompt", "response"),
-    _pair("query", "response"),
-    _pair("input", "output"),
+    Form(("prompt", "completion"), ("tools", "system", "history"), _question),
     Form(("text",), (), _plain),
 )

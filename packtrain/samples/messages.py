@@ -17,7 +17,8 @@ ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "t
 ROLES |= {"function": "tool", "function_response": "tool", "ipython": "tool", "model": "assistant"}
 CALL = '{"name": …, "arguments": …}'
 MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls"}
-KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking"}  # templates may read them
+# templates may read them; a turn of the assistant with weight 0 is not trained on, as in OpenAI's format
+KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking", "weight"}
 WANTED = (
     'a record is like {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},'
     ' {"prompt": "…", "completion": "…"}, {"prompt": "…", "chosen": "…", "rejected": "…"} or {"text": "…"}'
@@ -75,6 +76,8 @@ def conversation(where: str, messages: list[Message], tools: Any) -> Conversatio
         raise InputError(
             f"{where}: the first to speak is {turns[0]['role']}", "it must be the user"
         )
+    if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in turns):
+        raise InputError(f"{where} has no answer with a weight of 1 to train on")
     opened = len(turns) < len(messages) - start
     messages = messages[:start] + turns
     _name_calls(messages)
@@ -106,6 +109,8 @@ def _message(turn: Any, at: str, empty: bool) -> Message:
     role = ROLES.get(given.lower()) if isinstance(given, str) else None
     if role is None:
         raise InputError(f"{at}: role is {given!r}", "it must be system, user, assistant or tool")
+    if turn.get("weight") not in (None, 0, 1):
+        raise InputError(f"{at}: weight is {turn['weight']!r}", "it must be 0 or 1")
     content = turn.get("content", turn.get("value"))
     calls: Any = turn.get("tool_calls")
     if given == "function_call":

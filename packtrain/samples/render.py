@@ -121,7 +121,12 @@ class Renderer:
         """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
         messages, tools = self._fitted(conversation)
         first = len(messages) - (conversation.answer or len(messages))
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
+        weights = [m.get("weight") != 0 or conversation.answer for m in conversation.messages]
+        turns = [
+            i
+            for i, m in enumerate(messages)
+            if m["role"] == "assistant" and i >= first and weights[i - len(messages)]
+        ]
         thinks = bool(self._thoughts) and any(m.get(self._thoughts) for m in messages)
         how = {"more": THINKING} if thinks else {}
         alone = [self._turn(messages, i, tools, how) for i in turns[-1 if self.last_only else 0 :]]

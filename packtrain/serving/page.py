@@ -1,8 +1,12 @@
-"""The page at /: one file of HTML that loads nothing, and may run its own script and use its own style only."""
+"""The page at /: HTML that loads nothing, and may run its own script and use its own style only.
+
+page.html has the frame, page.css the style; the scripts follow each other in one element, page.js as the last.
+"""
 
 import base64
 import hashlib
 import re
+from functools import cache
 from importlib import resources
 
 from starlette.requests import Request
@@ -10,11 +14,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.S)
+SCRIPTS = "servers", "columns", "talks", "ask", "tokens", "turns"
 
 
 def page_route() -> Route:
     """The route of the page. It asks models of any address that its user names."""
-    text = resources.files("packtrain.serving").joinpath("page.html").read_text(encoding="utf-8")
+    text = page_text()
     headers = {
         "Content-Security-Policy": policy(text),
         "X-Content-Type-Options": "nosniff",
@@ -26,6 +31,18 @@ def page_route() -> Route:
         return Response(text, media_type="text/html", headers=headers)
 
     return Route("/", page)
+
+
+@cache
+def page_text() -> str:
+    """The page with its style and all of its scripts."""
+    scripts = [*(f"page_{name}.js" for name in SCRIPTS), "page.js"]
+    text = _asset("page.html").replace("<!--style-->", _asset("page.css"))
+    return text.replace("<!--script-->", "\n".join(map(_asset, scripts)))
+
+
+def _asset(name: str) -> str:
+    return resources.files("packtrain.serving").joinpath(name).read_text(encoding="utf-8")
 
 
 def policy(text: str) -> str:

@@ -225,6 +225,7 @@ def props(server: Server, request: Request) -> Any:
         "total_slots": len(server.engine.slots),
         "model_alias": server.name,
         "model_path": server.model.gguf.path.name,
+        "model_hash": server.model_hash,
         "model_ftype": ftype(server),
         "modalities": {"vision": False, "video": False, "audio": False},
         "endpoint_slots": server.watched,
@@ -288,7 +289,10 @@ def metrics(server: Server, request: Request) -> Response:
 
 def adapters(server: Server, request: Request) -> Any:
     both = zip(server.adapters, server.scales, strict=True)
-    return [{"id": id, "path": path, "scale": scale} for id, (path, scale) in enumerate(both)]
+    return [
+        {"id": id, "path": file.name, "scale": scale, "run": file.run_name, "sha256": file.sha256}
+        for id, (file, scale) in enumerate(both)
+    ]
 
 
 def set_adapters(server: Server, given: Any, request: Request) -> Any:

@@ -62,10 +62,24 @@ class Limits:
     patience: float = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A LoRA adapter as clients are told of it.
+
+    run_name  NAME of NAME.run/adapter.gguf, where `finetune` writes it; else the stem of the file
+    sha256    the first 16 digits of the file's SHA-256
+    """
+
+    name: str
+    run_name: str
+    sha256: str
+
+
 @dataclass
 class Server:
     """A model being served.
 
+    model_hash  the fingerprint of the base's tensors
     source    the chat template
     bos       text of the BOS token, with which a template may begin
     name      of the model, as clients see it
@@ -89,7 +103,8 @@ class Server:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = -1
     limits: Limits = Limits()
-    adapters: tuple[str, ...] = ()
+    model_hash: str = ""
+    adapters: tuple[AdapterFile, ...] = ()
     scales: tuple[float, ...] = ()
     embedder: Context | None = None
     pooling: str = "mean"

@@ -43,7 +43,8 @@ def write(
     if not any(dtype.chosen for dtype in inside.values()):
         already = not changed and any(dtype.chosen for dtype in types.values())
         raise InputError(f"--calibrate: {settings.model} {ALREADY}" if already else NOTHING)
-    data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
+    read = calibration(settings.calibrate, model, events, columns=settings.columns)
+    data = enough(settings.calibrate, read)
     # loads kernels and tables, which count then
     for dtype in set(changed.values()) & set(PACKED):
         one = np.zeros((1, dtype.block), np.float32)

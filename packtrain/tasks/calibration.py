@@ -24,11 +24,12 @@ def calibration(
     events: Events,
     field: str = "--calibrate",
     longest: int = CONTEXT,
+    columns: str | None = None,
 ) -> SampleBatches:
     """Rows of the data, the same ones each time it runs. Raises InputError for data that cannot be used."""
     existing(data, field)
     most = min(model.config.context_length, longest)
-    recipe = Recipe(data, model.gguf.path, most, pairs=None)
+    recipe = Recipe(data, model.gguf.path, most, pairs=None, columns=columns)
     samples = prepare(recipe, writable(cache_root() / "tokens"), events.message).train
     return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))
 

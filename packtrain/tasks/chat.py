@@ -24,6 +24,7 @@ from packtrain.tasks.speak import (
 from packtrain.tasks.warm import warm
 from packtrain.template import ChatTemplate, choose_template, template_named, template_source
 from packtrain.training.settings import CHAT_TEMPLATE
+from packtrain.words import plural
 
 
 class TooLong(InputError):
@@ -34,8 +35,12 @@ class TooLong(InputError):
 class Chat(Speaking):
     """Chat with a model."""
 
+    COMMON = "system n_predict temp top_k top_p seed lora ctx chat_template"
+
     system: str | None = option(None, "system message", flags="-sys")
-    n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", least=-1)
+    n_predict: int = option(
+        1024, "most tokens of an answer; -1: until the context is full", flags="-n", least=-1
+    )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
@@ -61,11 +66,15 @@ class Talk:
         self._drafter = drafter(settings, model, self.cells)
         self._generator = load_generator(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0
+        self.max_tokens = settings.n_predict
         self.messages: list[dict[str, str]] = []
         self.clear()
 
     def _text(self, id: int | None) -> str:
         return "" if id is None else self._tokenizer.tokens[id].decode(errors="replace")
+
+    def __repr__(self) -> str:
+        return f"Talk({self._settings.model}: {plural(len(self.messages), 'message')})"
 
     def clear(self) -> None:
         """Start over with nothing but the system message."""
@@ -86,7 +95,8 @@ class Talk:
         try:
             ids = self._ids()
             with self._events.stopping() as stopped:
-                limits = Limits(self._settings.n_predict, self._settings.stop, stopped)
+                s = self._settings
+                limits = Limits(s.n_predict, s.stop, stopped, s.loop_tokens)
                 done = self._reply(ids, limits)
         except InputError:
             self.messages.pop()

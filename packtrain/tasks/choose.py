@@ -19,7 +19,7 @@ from packtrain.events import Counted, Events
 from packtrain.files import atomic_path, check_output, existing, remove_parts
 from packtrain.gguf import GGUF
 from packtrain.models.mix import MIXES
-from packtrain.settings import option, positional, required
+from packtrain.settings import COLUMNS, option, positional, required
 from packtrain.tasks.evaluate import Evaluate, evaluate
 from packtrain.tasks.merge import Merge, merge
 from packtrain.tasks.quantize import FILE_TYPE, Quantize, quantize
@@ -61,6 +61,7 @@ class Choose:
         None, "with --calibrate: limit of private memory while a file is written, such as 2GiB"
     )
     ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", least=3)
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     svg: Path | None = option(
         None, "draw the sizes of the files against what they keep", metavar="FILE"
     )
@@ -133,7 +134,8 @@ def choose(settings: Choose, events: Events) -> Chosen:
 def _check(settings: Choose) -> None:
     """Checks that need no work."""
     check_idle(settings, (MEMORY,))
-    given = [(settings.model, "model"), (settings.tuned, "tuned"), (settings.data, "--data")]
+    read = [*GGUF(settings.model).paths, *GGUF(settings.tuned).paths]
+    given = [(settings.data, "--data")]
     given += [(path, "--also") for path in settings.also]
     given += [(path, "--aware") for path in settings.aware]
     if settings.calibrate is not None:
@@ -143,7 +145,7 @@ def _check(settings: Choose) -> None:
     for name in settings.type:
         if name.upper() not in MIXES:
             raise InputError(f"--type {name} is unknown; it must be one of {', '.join(MIXES)}")
-    read = [file for path, _ in given for file in data_files(path)]
+    read += [file for path, _ in given for file in data_files(path)]
     check_output(settings.output, "-o", read, settings.overwrite)
 
 
@@ -184,7 +186,8 @@ def _is_adapter(path: Path) -> bool:
 
 
 def _loss(settings: Choose, events: Events, path: Path) -> float:
-    return evaluate(Evaluate((path,), settings.data, ctx=settings.ctx), events).loss().value
+    measured = Evaluate((path,), settings.data, ctx=settings.ctx, columns=settings.columns)
+    return evaluate(measured, events).loss().value
 
 
 def _candidates(settings: Choose, tuned: Path, events: Events) -> Iterator[tuple[str, str, Make]]:
@@ -214,17 +217,20 @@ def _type_of(path: Path) -> str:
 def _merge(settings: Choose, data: Path | None, events: Events, path: Path) -> None:
     """The adapter merged into the base's own types."""
     given = settings.model, (str(settings.tuned),), path
-    memory = settings.memory if data else None
-    merge(Merge(*given, calibrate=data, memory=memory, overwrite=True), events)
+    merge(Merge(*given, **_calibrating(settings, data)), events)
 
 
 def _quantize(
     settings: Choose, tuned: Path, name: str, data: Path | None, events: Events, path: Path
 ) -> None:
-    how: dict[str, Any] = {"allow_requantize": True, "overwrite": True}
-    if data is not None:
-        how |= {"calibrate": data, "memory": settings.memory}
-    quantize(Quantize(tuned, path, name, **how), events)
+    how = _calibrating(settings, data)
+    quantize(Quantize(tuned, path, name, allow_requantize=True, **how), events)
+
+
+def _calibrating(settings: Choose, data: Path | None) -> dict[str, Any]:
+    """The settings of a file that may be written with data."""
+    read = {"calibrate": data, "memory": settings.memory, "columns": settings.columns}
+    return {"overwrite": True, **(read if data else {})}
 
 
 def _copy(given: Path, path: Path) -> None:

@@ -12,14 +12,19 @@ from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.messages import Conversation, Message, Pair
-from packtrain.settings import option, positional, required
+from packtrain.settings import COLUMNS, option, positional, required
 from packtrain.tasks.chat import Chat, Talk, TooLong
 from packtrain.tasks.evaluate import Evaluate, evaluate, file_to_measure
+from packtrain.tasks.judge import command_of, judged
 from packtrain.training.measure import Mean
 from packtrain.training.settings import CHAT_TEMPLATE, SKIP_BAD
 from packtrain.words import plural
 
 MATCH, SHORTER, LONGER = RULES = ("match", "shorter", "longer")
+UNMATCHED = (
+    "--pattern {pattern} matches no answer of the data: an answer is right only if all of it is the data's;"
+    " --has REGEX counts answers that have a style"
+)
 FINAL = r"####\s*(.+)"
 LOOSE = re.compile(r"[\s,$]+|\.$")  # what does not make an answer another one
 
@@ -36,6 +41,15 @@ class Compare:
         FINAL, "regular expression of the final answer, or its group, in an answer; the last match counts",
         metavar="REGEX",
     )  # fmt: skip
+    has: str | None = option(
+        None, "regular expression of a style: how many answers match it is counted", metavar="REGEX"
+    )
+    judge: str | None = option(
+        None,
+        "command that scores answers: reads lines of JSON with question, reference, answer and model, and prints a"
+        " number, true or false for each",
+        metavar="COMMAND",
+    )
     rule: str = option(
         MATCH, "which answer wins: the one with the right final answer, the shorter or the longer one",
         choices=RULES,
@@ -45,12 +59,19 @@ class Compare:
     )
     count: int = option(100, "most conversations that are answered", least=1)
     n_predict: int = option(256, "most tokens of an answer", flags="-n", least=1)
+    temp: float = option(
+        0.0, "temperature of the answers; 0: the likeliest, 0.8: as `chat` answers", least=0
+    )
     ctx: int | None = option(
         None, "context length in tokens (default: as `chat`)", flags="-c", least=3
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     skip_bad: bool = option(False, SKIP_BAD)
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     show: int = option(3, "answers to print side by side", least=0)
+    json: Path | None = option(
+        None, "write figures and answers as JSON to this file", metavar="FILE"
+    )
     html: Path | None = option(None, "write all answers as a page", metavar="FILE")
 
 
@@ -76,6 +97,8 @@ class Subject:
     right    whether the final answer is that of the data
     wins     against the first model, and losses; others are ties
     text     loss on another text
+    has      whether each answer matches --has; empty without it
+    scores   of each answer by --judge; empty without it
     """
 
     name: str
@@ -85,6 +108,8 @@ class Subject:
     wins: int
     losses: int
     text: Mean | None
+    has: Sequence[bool] = ()
+    scores: Sequence[float] = ()
 
     @property
     def words(self) -> float:
@@ -92,7 +117,7 @@ class Subject:
         return sum(len(answer.split()) for answer in self.answers) / len(self.answers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Compared:
     """same  whether all models tokenize the data alike, so that losses can be compared"""
 
@@ -100,10 +125,16 @@ class Compared:
     subjects: list[Subject]
     same: bool
 
+    def __repr__(self) -> str:
+        said = (f"{Path(s.name).name} {sum(s.right)} right" for s in self.subjects)
+        return f"Compared({plural(len(self.questions), 'question')}: {', '.join(said)})"
+
 
 def compare(settings: Compare, events: Events) -> Compared:
     """Measure and answer. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
-    final = _compiled(settings.pattern)
+    final = _compiled("--pattern", settings.pattern)
+    style = None if settings.has is None else _compiled("--has", settings.has)
+    judge = None if settings.judge is None else command_of(settings.judge)
     if len(settings.model) < 2:
         raise InputError("the models: name at least two, the base first")
     questions = _questions(settings)
@@ -118,8 +149,11 @@ def compare(settings: Compare, events: Events) -> Compared:
     questions = list(compress(questions, fits))
     _tell(settings, fits, events)
     wanted, subjects = [final_answer(final, q.answer) for q in questions], list[Subject]()
-    for path, given in zip(settings.model, every, strict=True):
-        answers = [answer for answer in compress(given, fits) if answer is not None]
+    if settings.rule == MATCH and not any(final.search(q.answer) for q in questions):
+        events.message(UNMATCHED.format(pattern=settings.pattern))
+    answers_of = [[a for a in compress(answers, fits) if a is not None] for answers in every]
+    scores = _scores(settings, judge, questions, answers_of)
+    for path, answers, own_scores in zip(settings.model, answers_of, scores, strict=True):
         right = [
             final_answer(final, answer) == want
             for answer, want in zip(answers, wanted, strict=True)
@@ -128,15 +162,35 @@ def compare(settings: Compare, events: Events) -> Compared:
         sides = [] if first is None else _sides(settings.rule, first, answers, right)
         loss, forgot = (None if one is None else one.loss(str(path)) for one in (losses, texts))
         wins, lost = sides.count(1), sides.count(-1)
-        subjects.append(Subject(str(path), loss, answers, right, wins, lost, forgot))
+        has = [] if style is None else [style.search(answer) is not None for answer in answers]
+        figures = loss, answers, right, wins, lost, forgot, has, own_scores
+        subjects.append(Subject(str(path), *figures))
     return Compared(questions, subjects, losses is None or losses.same)
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compiled(flag: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise InputError(f"--pattern {pattern}: {error}; it must be a regular expression") from None
+        raise InputError(f"{flag} {pattern}: {error}; it must be a regular expression") from None
+
+
+def _scores(
+    settings: Compare,
+    judge: Sequence[str] | None,
+    questions: Sequence[Question],
+    answers_of: Sequence[Sequence[str]],
+) -> list[list[float]]:
+    """The judge's score of each answer, by model; it is called once. Raises InputError."""
+    if judge is None:
+        return [[] for _ in answers_of]
+    rows = [
+        {"question": q.text, "reference": q.answer, "answer": answer, "model": str(path)}
+        for path, answers in zip(settings.model, answers_of, strict=True)
+        for q, answer in zip(questions, answers, strict=True)
+    ]
+    scores = judged(judge, rows)
+    return [scores[at : at + len(questions)] for at in range(0, len(rows), len(questions))]
 
 
 def final_answer(pattern: re.Pattern[str], answer: str) -> str:
@@ -163,7 +217,7 @@ def _questions(settings: Compare) -> list[Question]:
     found = list[Question]()
     path, _ = file_to_measure(settings.data, None)
     for source in find_sources(path, SUFFIXES):
-        for record in Reader(source, skip_bad=settings.skip_bad):
+        for record in Reader(source, skip_bad=settings.skip_bad, columns=settings.columns):
             if len(found) < settings.count:
                 found.append(_question(record))
     if not found:
@@ -196,9 +250,9 @@ def _tell(settings: Compare, fits: Sequence[bool], events: Events) -> None:
 def _answers(
     settings: Compare, path: Path, questions: Sequence[Question], events: Events
 ) -> Iterator[str | None]:
-    """The likeliest answers of a model; None to what is too long for it."""
+    """The answers of a model; None to what is too long for it."""
     asked = Chat(
-        path, temp=0.0, ctx=settings.ctx, n_predict=settings.n_predict,
+        path, temp=settings.temp, seed=0, ctx=settings.ctx, n_predict=settings.n_predict,
         chat_template=settings.chat_template,
     )  # fmt: skip
     talk = Talk(asked, Events())

@@ -27,7 +27,7 @@ from packtrain.models.config import check_context
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples import Recipe, prepare
-from packtrain.settings import option, positional, required, unescaped
+from packtrain.settings import COLUMNS, option, positional, required, unescaped
 from packtrain.tasks.speak import SWA_FULL, cache_dtype, check_cache
 from packtrain.tasks.through import Through
 from packtrain.template import template_named
@@ -53,6 +53,8 @@ SPLIT: Rule = "val_split", lambda s: s.split is None, "without --split"
 @dataclass(frozen=True)
 class Evaluate:
     """Measure models on a text or on conversations."""
+
+    COMMON = "data split ctx lora compare skip_bad separator chat_template"
 
     model: tuple[Path, ...] = positional("the model, a GGUF file; several are compared")
     data: Path = required(
@@ -89,6 +91,7 @@ class Evaluate:
         f"text between documents; {END_OF_TEXT} on its own line is recognized; '' for one text",
     )
     skip_bad: bool = option(False, SKIP_BAD)
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     cache_type: str | None = option(
         None,
@@ -115,7 +118,7 @@ class Prepared:
         return self.batches.skipped if isinstance(self.batches, Windows) else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Measured:
     """Losses of models on the same data.
 
@@ -131,6 +134,10 @@ class Measured:
     def loss(self, name: str | None = None) -> Mean:
         """Mean and standard error of a model, by default the first; `loss().exponential` is the perplexity."""
         return Mean.of(self.losses[name or next(iter(self.losses))])
+
+    def __repr__(self) -> str:
+        said = (f"{Path(name).name} {self.loss(name)}" for name in self.losses)
+        return f"Measured({self.method}: {', '.join(said)})"
 
 
 def evaluate(settings: Evaluate, events: Events) -> Measured:
@@ -251,12 +258,15 @@ def _samples(
         separator=_separator(settings),
         val_split=settings.val_split if part else 0.0,
         skip_bad=settings.skip_bad,
+        columns=settings.columns,
         template=settings.chat_template and template_named(settings.chat_template),
     )
     dataset = prepare(recipe, writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)
-    samples = dataset.valid if part == VALID and dataset.valid is not None else dataset.train
+    if part == VALID and dataset.valid is None:
+        raise InputError(f"--split valid: {path} has too few records; --val-split holds out none")
+    samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
     time = row_length(length, SampleBatches.lengths_of(samples))
     rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
     batches = SampleBatches(samples, rows, time, shuffle=False)

@@ -13,9 +13,11 @@ from packtrain.files import check_not_read, check_writable, write_text
 from packtrain.gguf import GGUF
 from packtrain.models.file import ModelFile
 from packtrain.ranks import here, rank
+from packtrain.tasks.behaviour import check_answers
 from packtrain.tasks.merged import End, note, space
 from packtrain.tasks.ready import Ready, ready
-from packtrain.tasks.run import Trained, carry_out
+from packtrain.tasks.run import carry_out
+from packtrain.tasks.trained import Trained
 from packtrain.training.fit import Fit
 from packtrain.training.job import Batch
 from packtrain.training.probe import probe
@@ -87,10 +89,11 @@ def _until(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Ba
 
 
 def _after(ready: Ready, progress: Progress, events: Events) -> None:
-    """Merge the adapter and measure the result. The memory of the run is already free."""
+    """Merge the adapter, measure the result and check its answers. The memory of the run is already free."""
     End(ready.job, ready.plans.shape, progress, ready.budget, events).finish()
     settings, subject = cast(TuneSettings, ready.job.settings), cast(Tuned, ready.job.subject)
     _write_modelfile(settings, subject.model)
+    check_answers(ready.job, ready.budget, events)
 
 
 def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:

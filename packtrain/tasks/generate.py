@@ -46,6 +46,8 @@ IDLE: tuple[Rule, ...] = (
 class Generate(Speaking):
     """Generate text after a prompt."""
 
+    COMMON = "prompt file n_predict temp top_k top_p seed stop json_schema lora ctx parallel"
+
     prompt: str | None = option(None, "text to continue", flags="-p")
     file: Path | None = option(None, "read the prompt from this file", flags="-f")
     n_predict: int = option(
@@ -97,7 +99,7 @@ def generate(settings: Generate, events: Events) -> Generated:
     if settings.parallel > 1:
         return several(settings, generator.context, tokenizer, ids, seed, grammar, size, events)
     with events.stopping() as stopped:
-        limits = Limits(settings.n_predict, settings.stop, stopped)
+        limits = Limits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
         how = drafter(settings, model, most), settings.draft_max, grammar
         reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *how)
         if settings.display_prompt:
@@ -132,7 +134,7 @@ def several(
     seeds = [(seed + n) % (MOST_SEED + 1) for n in range(settings.parallel)]
     begun = -1
     with events.stopping() as stopped:
-        limits = Limits(settings.n_predict, settings.stop, stopped)
+        limits = Limits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
         how = settings.sampling, seeds, limits, grammar, size
         answers = Answers(context, tokenizer, ids, *how)
         for number, piece in answers:

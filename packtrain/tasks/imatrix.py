@@ -10,7 +10,7 @@ from packtrain.files import check_output
 from packtrain.merging.importance import measure, save
 from packtrain.merging.reading import readings
 from packtrain.models.file import open_model
-from packtrain.settings import option, positional, required
+from packtrain.settings import COLUMNS, option, positional, required
 from packtrain.tasks.calibration import CONTEXT, calibration, enough, within
 
 AT_ONCE = 1 << 13  # tokens whose activations are kept at a time
@@ -24,6 +24,7 @@ class Imatrix:
     model: Path = positional("the model, a GGUF file")
     data: Path = required("text or conversations like those the model is for")
     output: Path = required("the GGUF file to write", flags="-o")
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     tokens: int | None = option(None, "most tokens to read (default: all)", least=1)
     memory: str | None = option(None, "limit of private memory, such as 2GiB")
     overwrite: bool = option(False, "replace the output if it exists")
@@ -46,7 +47,7 @@ def imatrix(settings: Imatrix, events: Events) -> Measured:
     read = [*model.gguf.paths, *data_files(settings.data)]
     check_output(settings.output, "-o", read, settings.overwrite)
     longest = min(CONTEXT, max(settings.tokens or CONTEXT, SHORTEST))  # a row is read whole
-    rows = calibration(settings.data, model, events, "--data", longest)
+    rows = calibration(settings.data, model, events, "--data", longest, settings.columns)
     data = enough(settings.data, rows)
     types = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
     ways = readings(model, types, data.time, data.windows, tokens=AT_ONCE)

@@ -19,7 +19,7 @@ from packtrain.models.file import open_model
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import merged, stored_type, write_changed
 from packtrain.planning import size_text
-from packtrain.settings import option, positional, required
+from packtrain.settings import COLUMNS, option, positional, required
 from packtrain.tasks.calibration import calibration, within
 from packtrain.tasks.quantize import Written, line, writable_dtype
 from packtrain.words import plural
@@ -53,6 +53,7 @@ class Merge:
         None,
         "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
     )
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     overwrite: bool = option(False, "replace the output if it exists")
 
 
@@ -111,7 +112,8 @@ def _calibrated(
         merging.write(settings.output, name, done=done)
         return
     assert settings.calibrate is not None
-    data, found = calibration(settings.calibrate, merging.base, events), None
+    columns, found = settings.columns, None
+    data = calibration(settings.calibrate, merging.base, events, columns=columns)
     if merging.calibrated:
         ways = readings(merging.adapted, merging.calibrated, data.time, data.windows)
         found = within(settings.memory, ways, "merge with --calibrate")

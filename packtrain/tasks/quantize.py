@@ -17,7 +17,7 @@ from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, t
 from packtrain.models.mix import EMBEDDING as EMBEDDINGS
 from packtrain.models.mix import MIXES, OUTPUT, types_of
 from packtrain.quant import Weighed, dequantize, packed, squares
-from packtrain.settings import option, positional
+from packtrain.settings import COLUMNS, option, positional
 from packtrain.types.room import Mix
 
 PART = 1 << 20  # values that are converted at a time
@@ -53,6 +53,7 @@ class Quantize:
         None,
         "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
     )
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     allow_requantize: bool = option(
         False,
         "also quantize weights that are already quantized, which loses more; to F32 nothing is lost",

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from packtrain.design.spread import AUTO
 from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
+from packtrain.notebook import table
+from packtrain.picture import chart
+from packtrain.planning import size_text
 from packtrain.ranks import here
 from packtrain.tasks.watched import room
 from packtrain.tokenizer import Tokenizer
@@ -33,12 +37,14 @@ from packtrain.training.fit import CHECKPOINT
 from packtrain.training.job import Job
 from packtrain.training.settings import RunSettings
 from packtrain.training.state import Checkpoint, Progress, load
+from packtrain.watch.progress import clock
 from packtrain.words import plural
 
+RECTANGLES = 400  # of the plan's picture in a notebook, some 40 kB
 Prepare = Callable[[Any, Say], "Ready"]  # settings, and where messages go
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Ready:
     """A job with its plans, and the expected time of a step. `str()` is the printed table."""
 
@@ -96,6 +102,20 @@ class Ready:
     def planned_nbytes(self) -> int:
         """Private memory of the process at its peak."""
         return self.plans.total_nbytes
+
+    def __repr__(self) -> str:
+        limit = "" if self.budget is None else f" of {size_text(self.budget)}"
+        return (
+            f"Ready({self.job.title}: {plural(self.job.steps, 'step')}, about"
+            f" {clock(self.seconds * self.job.steps)}, in {size_text(self.planned_nbytes)}{limit}"
+            f"{', which do not fit' if self.refusal else ''})"
+        )
+
+    def _repr_html_(self) -> str:
+        """The table of bytes, and the picture of the plan's largest buffers."""
+        rows = [(what, size_text(nbytes), why) for what, nbytes, why in parts(self.plans)]
+        drawn = chart(self.plans.largest, **facts(self), rectangles=RECTANGLES)
+        return f"<pre>{escape(repr(self))}</pre>{table(rows)}{drawn}"
 
     def __str__(self) -> str:
         return text(self.plans, self.seconds, self.job.steps, self.learnt)
@@ -245,13 +265,8 @@ def _speed(job: Job, say: Say, free: float) -> tuple[Rates, int]:
 
 
 def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
-    """The checkpoint to resume from; None, with a message, if there is none yet."""
-    if not settings.resume:
-        return None
-    found = load(settings.folder / CHECKPOINT, say)
-    if found is None:
-        say(f"{settings.folder} has no checkpoint yet: starting at step 1")
-    return found
+    """The checkpoint to resume from; None if there is none yet."""
+    return load(settings.folder / CHECKPOINT, say) if settings.resume else None
 
 
 def _continued(job: Job, found: Checkpoint) -> Job:

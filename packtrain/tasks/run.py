@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from packtrain.picture import page
 from packtrain.planning import size_text
 from packtrain.ranks import here, joined
 from packtrain.sampling import Sampling
-from packtrain.settings import to_yaml
+from packtrain.settings import to_yaml, yaml
 from packtrain.tasks.alike import check_alike
+from packtrain.tasks.behaviour import ANSWERS
 from packtrain.tasks.ready import Prepare, Ready, facts
+from packtrain.tasks.trained import Trained
 from packtrain.tasks.watched import FINISHED, STOPPED, watched
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.compatible import check_compatible
@@ -39,44 +41,13 @@ from packtrain.training.settings import RunSettings
 from packtrain.training.space import check_space, resumable
 from packtrain.training.state import Progress, previous
 from packtrain.training.teacher import teach
-from packtrain.watch import METRICS, Watch
+from packtrain.watch import Watch
 from packtrain.watch.board import Board
-from packtrain.watch.metrics import read
-from packtrain.watch.progress import clock
+from packtrain.watch.progress import clock, memory_text
 from packtrain.words import plural
 
 SAMPLE_TOKENS = 64
 MOST_END = 0.5  # share of answers that a model must end where they end, or it is reported
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The result of a run.
-
-    output         the model, a GGUF file; not written yet if `stopped`
-    folder         checkpoints, metrics.jsonl, loss.svg, plan.html
-    plan           the plan; compare `plan.planned_nbytes` with the measured `peak_nbytes`
-    progress       steps, tokens, seconds, validation losses
-    stopped        whether it was asked to stop; the same call with resume=True continues
-    """
-
-    output: Path
-    folder: Path
-    plan: Ready
-    progress: Progress
-    peak_nbytes: int
-    stopped: bool
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """Of the result's validation on conversations: in how many answers the token that ends them was the likeliest,
-        and in how many not cut off; (0, 0) if unknown, as with mask_prompt=False."""
-        return self.progress.ends
-
-    @property
-    def losses(self) -> list[float]:
-        """The loss of every step, in nats per token."""
-        return [r["loss"] for r in read(self.folder / METRICS) if "loss" in r]
 
 
 def carry_out(
@@ -111,9 +82,12 @@ def _joined(
     after: Callable[[Ready, Progress, Events], None],
 ) -> Trained:
     """The run, as one of its ranks."""
+    yaml()  # which writes the settings: now, not inside the plan's memory
     with watched(settings, events) as (events, board):
         prepared = prepare(settings, events.message)
         check_alike(prepared)
+        if settings.resume and prepared.found is None:
+            events.notice(f"{settings.folder} has no checkpoint yet: starting at step 1")
         _begin(prepared, events)
         train = partial(_train, settings, prepared, before, events, board)
         result = _carry_out(settings, prepared, train, events, after)
@@ -146,7 +120,7 @@ def _carry_out(
         try:
             after(prepared, result.progress, events)
         except (KeyboardInterrupt, Interrupted):
-            events.message(f"stopped after the last step, which is saved; finish with: {resume}")
+            events.notice(f"stopped after the last step, which is saved; finish with: {resume}")
             return replace(result, stopped=True)
     return result
 
@@ -179,10 +153,11 @@ def _train(
     writes = here().rank == 0
     if writes:
         _begin_folder(settings, prepared)
+        settle()  # drawing a large plan took megabytes
     with (
         events.stopping() as stopped,
         Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
-        events.training(job.steps, total, settings.steps_per_report),
+        events.training(job.steps, total, settings.steps_per_report, prepared.budget),
     ):
         board.show(folder, lambda: watch.peak.nbytes)
         if not _taught(prepared, folder, events, stopped):
@@ -197,10 +172,10 @@ def _train(
             watch.resume(fit.progress.step)
             if prepared.found is None:
                 before(fit, events, stopped)
-            settle()  # drawing a large plan and filling the weights took megabytes
+            settle()  # filling the weights took megabytes
             fit.go(watch, stopped)
         except Interrupted as error:
-            events.message(f"{error}; continue with: {prepared.resume}")
+            events.notice(f"{error}; continue with: {prepared.resume}")
             return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, True)
         if writes:
             fit.finish()
@@ -214,7 +189,7 @@ def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[],
     try:
         teach(prepared.job, folder, prepared.budget, events, stopped)
     except Interrupted as error:
-        events.message(f"{error}; continue with: {prepared.resume}")
+        events.notice(f"{error}; continue with: {prepared.resume}")
         return False
     return True
 
@@ -270,6 +245,7 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
             "checkpoint*.gguf",
             "best.gguf",
             "metrics.jsonl",
+            ANSWERS,
             "samples.jsonl",
             "reference.npz",
             "events.*",
@@ -328,8 +304,8 @@ def devices(plans: Plans) -> dict[str, dict[str, int]]:
 def _report(done: Trained) -> Iterator[str]:
     progress, job = done.progress, done.plan.job
     yield (
-        f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'token')} in {clock(progress.seconds)}; "
-        f"memory: peak {size_text(done.peak_nbytes)}, planned {size_text(done.plan.planned_nbytes)}"
+        f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'learnt token')} in"
+        f" {clock(progress.seconds)}; {memory_text(done.peak_nbytes, done.plan.planned_nbytes, done.plan.budget)}"
     )
     for space, of in devices(done.plan.plans).items():
         planned, peak = of["planned_bytes"], of["peak_bytes"]
@@ -339,7 +315,8 @@ def _report(done: Trained) -> Iterator[str]:
             else ""
         )
     if job.valid is not None:
-        yield outcome(progress, bool(job.settings.patience))
+        several = 0 < job.steps_per_eval < progress.step
+        yield outcome(progress, bool(job.settings.patience), several)
     right, ends = done.ends
     if right < MOST_END * ends:
         yield (
@@ -349,8 +326,12 @@ def _report(done: Trained) -> Iterator[str]:
     yield f"the run is in {done.folder}, its curve in {done.folder / 'loss.svg'}"
 
 
-def outcome(progress: Progress, best: bool) -> str:
-    """Which step the result comes from, with validation losses; `best`: the best step, not the last."""
+def outcome(progress: Progress, best: bool, several: bool = True) -> str:
+    """Which step the result comes from, with validation losses.
+
+    best     the result is the step with the lowest validation loss, not the last
+    several  the run validated more than once
+    """
     last, lowest = f"step {progress.step:,}", f"step {progress.best_step:,}"
     if not math.isfinite(progress.best):
         return f"the result is {last}, the last; no validation loss was finite"
@@ -358,7 +339,8 @@ def outcome(progress: Progress, best: bool) -> str:
         of = "the step with the lowest validation loss" if best else f"{last}, the last"
         return f"the result is {of}; lowest validation loss {progress.best:.4f}"
     if progress.best == progress.last:
-        return f"the result is {last}, the last and best: validation loss {progress.best:.4f}"
+        rank = "the last and best" if several else "the last"
+        return f"the result is {last}, {rank}: validation loss {progress.best:.4f}"
     if best:
         return (
             f"the result is {lowest}, the best: validation loss {progress.best:.4f}"
@@ -366,5 +348,5 @@ def outcome(progress: Progress, best: bool) -> str:
         )
     return (
         f"the result is {last}, the last: validation loss {progress.last:.4f}"
-        f" (the best, {lowest}: {progress.best:.4f}; --patience keeps the best)"
+        f" (the lowest, {lowest}: {progress.best:.4f}; --patience would keep that one)"
     )

@@ -1,5 +1,6 @@
 """Serving a model over HTTP."""
 
+import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.memory import parse_size
 from packtrain.models.adapted import split_scale
 from packtrain.models.config import check_context
-from packtrain.models.file import ModelFile
+from packtrain.models.file import ModelFile, fingerprint
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples.render import Renderer
 from packtrain.sampling import Sampling
 from packtrain.serving.engine import CHUNK, SIMILAR, Engine
-from packtrain.serving.server import Limits, Server
+from packtrain.serving.server import AdapterFile, Limits, Server
 from packtrain.serving.thoughts import AUTO as THOUGHTS
 from packtrain.serving.thoughts import FORMATS
 from packtrain.settings import MEMORY, MODEL, SAMPLING, option
@@ -41,6 +42,8 @@ REQUESTS = 128 << 20  # bytes that requests need while they are read and answere
 @dataclass(frozen=True)
 class Serve(Sampling, Speaker):
     """Settings of the server: llama-server's names and defaults, where it has them."""
+
+    COMMON = "host port api_key alias lora ctx parallel n_predict temp memory ui chat_template"
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
     port: int = option(8080, "port to listen on; 0: any that is free", least=0, most=65535)
@@ -156,13 +159,22 @@ def load(settings: Serve, events: Events) -> Server:
         model, tokenizer, renderer, source, bos, engine,
         name=names[0], aliases=tuple(names[1:]), sampling=settings.sampling, seed=settings.seed,
         limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
-        adapters=tuple(path.name for path, _ in given), scales=tuple(scale for _, scale in given),
+        model_hash=fingerprint(model), adapters=tuple(adapter_file(path) for path, _ in given),
+        scales=tuple(scale for _, scale in given),
         embedder=embedder, slots=folder, watched=settings.slots, page=settings.ui, measured=settings.metrics,
         reasoning=settings.reasoning_format,
     )  # fmt: skip
     if embedder is not None:
         server.pooling = settings.pooling or pooling_of(model)
     return server
+
+
+def adapter_file(path: Path) -> AdapterFile:
+    """The names and the hash by which clients tell adapters apart."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    folder = path.absolute().parent
+    return AdapterFile(path.name, (folder if folder.suffix == ".run" else path).stem, sha256)
 
 
 def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context, Context | None]:

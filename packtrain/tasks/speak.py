@@ -16,7 +16,7 @@ from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
 from packtrain.files import read_text
 from packtrain.flash import AUTO, FLASH, MODES, with_flash
-from packtrain.generation import Drafter, Generator, Reply, Speed
+from packtrain.generation import LOOP_TOKENS, Drafter, Generator, Reply, Speed
 from packtrain.grammar import Grammar
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled, with_activations
@@ -73,6 +73,7 @@ class Speaking(Sampling, Speaker):
         None, "random seed; -1: a new one each time", flags="-s", least=-1, most=MOST_SEED
     )
     stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
+    stop_loops: bool = SAMPLING(True, "end a text that repeats the same words without end")
     grammar: str | None = SAMPLING(None, "the text follows this grammar, in GBNF")
     grammar_file: Path | None = SAMPLING(None, "the text follows the grammar in this file")
     json_schema: str | None = SAMPLING(
@@ -108,6 +109,10 @@ class Speaking(Sampling, Speaker):
     @property
     def sampling(self) -> Sampling:
         return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
+    @property
+    def loop_tokens(self) -> int:
+        return LOOP_TOKENS if self.stop_loops else 0
 
     def drawn_seed(self) -> int:
         return secrets.randbits(32) if self.seed in (None, -1) else self.seed

@@ -3,7 +3,8 @@
 from packtrain.design.budget import Say
 from packtrain.events import Events
 from packtrain.tasks.ready import Ready, ready
-from packtrain.tasks.run import Trained, carry_out
+from packtrain.tasks.run import carry_out
+from packtrain.tasks.trained import Trained
 from packtrain.training.job import build_job
 from packtrain.training.settings import TrainSettings
 

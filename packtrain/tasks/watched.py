@@ -1,7 +1,7 @@
 """The page of a run while it goes on (--watch): its server, what the run tells it, and the memory that a plan must
 count for it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -28,6 +28,15 @@ class Told(Events):
     def message(self, text: str) -> None:
         self.board.message(text)
         self.events.message(text)
+
+    def notice(self, text: str) -> None:
+        self.board.message(text)
+        self.events.notice(text)
+
+    def answers(self, answers: Sequence[Any]) -> None:
+        for a in answers:
+            self.board.message(f"question: {a.question}\n  base: {a.base}\n  tuned: {a.tuned}")
+        self.events.answers(answers)
 
     def plan(self, ready: Any) -> None:
         self.board.message(ready.ended or "\n".join([str(ready), *ready.notes]))

@@ -22,10 +22,10 @@ from packtrain.models.file import save_model
 from packtrain.optim import OPTIMIZERS, Optimizer, Share
 from packtrain.ranks import check_device, here
 from packtrain.run import Session
-from packtrain.settings import flag, unescaped
+from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.batches import Batches
-from packtrain.training.schedule import Schedule
+from packtrain.training.schedule import Schedule, steps_per_eval
 from packtrain.training.settings import FREE, RunSettings, TrainSettings
 from packtrain.words import plural
 
@@ -140,10 +140,8 @@ class Job:
             told(number, parts)
 
     @property
-    def steps_per_eval(self) -> int:
-        """Steps from one validation to the next; 0: only at the end."""
-        asked = self.settings.steps_per_eval
-        return usual_steps_per_eval(self.steps) if asked is None else asked
+    def steps_per_eval(self) -> int:  # 0: only at the end
+        return steps_per_eval(self.settings.steps_per_eval, self.steps)
 
     @property
     def validated(self) -> int:
@@ -358,15 +356,9 @@ def _text(settings: TrainSettings) -> Text:
     if settings.sample_start == "":
         raise InputError("--sample-start is empty; it must be some text")
     separator = settings.sample_start if kept else settings.separator
-    if separator is not None:
-        separator = unescaped(separator)
-    split, skip = settings.val_split, settings.skip_bad
-    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept)
-
-
-def usual_steps_per_eval(steps: int) -> int:
-    """About eight validations in a run, but none after less than 5 steps, and one at least every 200."""
-    return min(max(-(-steps // 8), 5), 200)
+    separator = separator and unescaped(separator)
+    split, skip, columns = settings.val_split, settings.skip_bad, settings.columns
+    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept, columns)
 
 
 def check_split(val_split: float) -> None:
@@ -382,11 +374,6 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
     if OPTIMIZERS[settings.optimizer].first_length is not None:
         return Schedule("constant", rate, rate, 0, steps)
     least = (0 if kind == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
-    for name, value in (("lr_min", least), ("warmup_lr", settings.warmup_lr)):
-        if value > rate:
-            raise InputError(
-                f"{flag(name)} {value:g} is more than the peak, --lr {rate:g}; it must be less"
-            )
     return Schedule(
         kind,
         rate,

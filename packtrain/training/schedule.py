@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from packtrain.errors import InputError
+
 KINDS = ("cosine", "linear", "halving", "constant")
 
 
@@ -26,6 +28,13 @@ class Schedule:
     start: float = 0.0
     every: int = 1
 
+    def __post_init__(self) -> None:
+        for flag, rate in (("--lr-min", self.lr_min), ("--warmup-lr", self.start)):
+            if rate > self.lr:
+                raise InputError(
+                    f"{flag} {rate:g} is more than the peak, --lr {self.lr:g}; it must be less"
+                )
+
     def rate(self, step: int) -> float:
         """The rate of a step, counted from 1."""
         if step <= self.warmup:
@@ -46,3 +55,8 @@ class Schedule:
         while left >= lengths[0] and len(lengths) > 1:
             left -= lengths.pop(0)
         return left / lengths[0]
+
+
+def steps_per_eval(asked: int | None, steps: int) -> int:
+    """Steps between two validations: as asked, or about eight in a run, from 5 to 200 steps apart."""
+    return min(max(-(-steps // 8), 5), 200) if asked is None else asked

@@ -11,7 +11,7 @@ from packtrain.errors import InputError
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import OPTIMIZERS
-from packtrain.settings import DATA, MEMORY, MODEL, OUTPUT, TRAINING, options
+from packtrain.settings import COLUMNS, DATA, MEMORY, MODEL, OUTPUT, TRAINING, options
 from packtrain.template import SOURCES
 from packtrain.training.schedule import KINDS
 
@@ -76,6 +76,7 @@ class RunSettings:
         0.05, "share of the data held out for validation if it has no valid file", least=0, most=0.5
     )
     skip_bad: bool = DATA(False, SKIP_BAD)
+    columns: str | None = DATA(None, COLUMNS, metavar="NAME=FIELD,…")
 
     batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
     grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1, most=10**6)
@@ -278,6 +279,11 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class TrainSettings(RunSettings):
+    COMMON = (
+        "data output preset vocab_size memory iters epochs lr batch_size ctx val_split patience "
+        "watch seed resume overwrite"
+    )
+
     preset: str = MODEL("1m", "size of the model, by its parameters", choices=tuple(PRESETS))
     dim: int | None = MODEL(None, "width of the embedding (default: the preset's)", least=1)
     layers: int | None = MODEL(None, "number of blocks (default: the preset's)", least=1, most=1024)
@@ -344,7 +350,7 @@ def run_folder(output: Path) -> Path:
 FREE_NAMES = """
 model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
 val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
-sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
+check_answers sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
 zero device_memory offload
 """
 FREE = frozenset(FREE_NAMES.split())

@@ -3,7 +3,6 @@
 Trains LoRA adapters, or the matrices themselves; all frozen tensors are read in place from the file.
 """
 
-import hashlib
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config, check_context
-from packtrain.models.file import ModelFile, check_vocabularies, open_model
+from packtrain.models.file import ModelFile, check_vocabularies, fingerprint, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, stored_type, write_changed
 from packtrain.quant import dequantize, quantize
@@ -52,7 +51,6 @@ from packtrain.words import plural
 
 CONTEXT = 2048  # at most, without --ctx
 PART = 1 << 16  # values unpacked at a time, while the run holds all its memory
-EDGE = 256  # bytes at the beginning and end of a tensor that go into the fingerprint
 GROUPS = {"all": "*", "attn": "attn_*", "mlp": "ffn_*"}
 TEMPLATE = "tokenizer.chat_template"
 ADAPTER = "adapter.gguf"  # in the run folder
@@ -204,9 +202,8 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, data = _batches(settings, model, config, say)
     settings = completed(settings, config.embedding_length, len(data.train), train.windows)
-    for part in (train, valid):
-        if part is not None:
-            part.rows = settings.batch_size
+    for part in filter(None, (train, valid)):
+        part.rows = settings.batch_size
     schedule = schedule_of(settings, len(train))
     say(prospect(len(data.train), schedule.steps, train.windows, settings))
     how, evaluates = settings.preference, valid is not None
@@ -314,17 +311,8 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
         settings.skip_bad,
         settings.chat_template and template_named(settings.chat_template),
         settings.preference is not None,
+        settings.columns,
     )
-
-
-def fingerprint(model: ModelFile) -> str:
-    """Identifies the model: names, types and shapes of its tensors, and the first and last bytes of each."""
-    digest = hashlib.sha256()
-    for name, e in model.gguf.entries.items():
-        digest.update(f"{name} {e.dtype} {e.shape}\n".encode())
-        raw = model.gguf.array(name).reshape(-1).view(np.uint8)
-        digest.update(raw[:EDGE].tobytes() + raw[-EDGE:].tobytes())
-    return digest.hexdigest()[:16]
 
 
 # ---- LoRA adapters --------------------------------------------------------------------------------------
@@ -352,7 +340,8 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
     ranks = {kind: rank or _rank(TuneSettings.lora_rank[0])[1] for kind, rank in ranks.items()}
     alpha = settings.lora_alpha
     if alpha is None:
-        alpha = usual_alpha(settings.rslora, _rank(settings.lora_rank[0])[1])
+        plain = [text for text in settings.lora_rank if "=" not in text]
+        alpha = usual_alpha(settings.rslora, _rank([*TuneSettings.lora_rank, *plain][-1])[1])
     if settings.rslora:
         if len(set(ranks.values())) > 1:
             raise InputError("--rslora: all ranks must be equal, because an adapter has one alpha")

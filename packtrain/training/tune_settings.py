@@ -16,6 +16,8 @@ LORA_RATE, FULL_RATE = 2e-4, 1e-5
 
 @dataclass(frozen=True)
 class TuneSettings(RunSettings):
+    COMMON = "data output memory epochs iters lr lora_rank ctx full merge val_split seed resume overwrite"
+
     model: Path | None = positional("the base model, a GGUF file", None)
     output: Path = OUTPUT(
         Path("tuned.gguf"),
@@ -48,6 +50,13 @@ class TuneSettings(RunSettings):
         (),
         "element type for changed matrices of this name, such as ffn_down=q8_0; repeatable",
         metavar="NAME=TYPE",
+    )
+
+    check_answers: int = OUTPUT(
+        3,
+        "after the run, base and tuned model answer so many held-out questions, side by side; 0: none",
+        least=0,
+        most=100,
     )
 
     full: bool = TRAINING(False, "train the weights themselves instead of a LoRA adapter")
@@ -144,19 +153,19 @@ class TuneSettings(RunSettings):
     pack: bool = DATA(True, "pack several samples into one sequence")
 
     batch_size: int = TRAINING(
-        0, "rows per micro-batch; 0: the most of 1, 2 and 4 that make 40 steps of the data", least=0
+        0, "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 100 steps", least=0
     )
     epochs: float | None = TRAINING(
         None,
         "passes over the training data, in place of --iters (default: 3 up to 500 examples, 2 up to 2000, else 1; up"
-        " to 8 where they make less than 40 steps)",
+        " to 8 where they make less than 60 steps)",
         least=0.001,
         most=1e6,
     )
     val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
     lr: float | None = TRAINING(
         None,
-        "peak learning rate (default: 2e-4 at a width of 4096, 8e-4 at 640; a tenth with --full, and for pairs; 1 with"
+        "peak learning rate (default: 2e-4 at a width of 4096, 8.8e-4 at 640; a tenth with --full or for pairs; 1 with"
         " lbfgs)",
         flags="--learning-rate -lr",
         least=0,

@@ -4,35 +4,12 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.grids import ONE, THREE_S, THREE_XXS, TWO_S, TWO_XS, TWO_XXS
 from packtrain.types.k import q2_K, q3_K, q4_K, q5_K
 from packtrain.types.points import POINTS
 from packtrain.types.room import Bytes, Dtype, Layout, packed
-from packtrain.types.words import (
-    Floats,
-    byte_at,
-    bytes_at,
-    bytes_of,
-    fma,
-    half_at,
-    lane_numbers,
-    load,
-    neg,
-    part,
-    peek,
-    pick,
-    put_short,
-    put_where,
-    put_word,
-    scratch,
-    short_at,
-    splat,
-    spread_bits,
-    store,
-    to_floats,
-    total,
-    word_at,
-)
+from packtrain.types.words import Floats, byte_at, half_at, load, part, short_at, store, to_floats
 
 f32 = np.float32
 # the sixteen values of iq4_nl and iq4_xs
@@ -70,11 +47,9 @@ def on_grid(name: str, number: int, nbytes: int, instead: Dtype, demanding: str 
 
 
 iq1_s, iq1_m = on_grid("iq1_s", 19, 50, q2_K, "always"), on_grid("iq1_m", 29, 56, q2_K, "always")
-iq2_xxs, iq2_xs, iq2_s = (
-    on_grid("iq2_xxs", 16, 66, q2_K, "always"),
-    on_grid("iq2_xs", 17, 74, q2_K, "always"),
-    on_grid("iq2_s", 22, 82, q2_K, "blocks"),
-)
+iq2_xxs = on_grid("iq2_xxs", 16, 66, q2_K, "always")
+iq2_xs = on_grid("iq2_xs", 17, 74, q2_K, "always")
+iq2_s = on_grid("iq2_s", 22, 82, q2_K, "blocks")
 iq3_xxs, iq3_s = on_grid("iq3_xxs", 18, 98, q3_K, "blocks"), on_grid("iq3_s", 21, 110, q4_K)
 iq4_nl.mix("IQ4_NL", 25, shared=q5_K, unweighed=q5_K)
 iq4_xs.mix("IQ4_XS", 30, shared=q5_K, unweighed=q5_K)
@@ -96,7 +71,7 @@ iq1_m.mix("IQ1_M", 31, attended=iq2_xxs, **POORER)
 @part
 def signed(v: Floats, bits: int) -> Floats:
     """Negative in each lane whose bit is set."""
-    return put_where(v, bits, neg(v))
+    return words.put_where(v, bits, words.neg(v))
 
 
 @part
@@ -108,8 +83,8 @@ def two_signs(bits: int) -> int:
 @part
 def shifts_of(first: int, second: int) -> Floats:
     """What iq1's levels 0 to 2 are shifted by: -7/8, or -9/8 if the bit of the first or second eight is set."""
-    v = splat(f32(-0.875) - f32(0.25) * f32(first & 1))
-    return put_where(v, 0xFF00, splat(f32(-0.875) - f32(0.25) * f32(second & 1)))
+    v = words.splat(f32(-0.875) - f32(0.25) * f32(first & 1))
+    return words.put_where(v, 0xFF00, words.splat(f32(-0.875) - f32(0.25) * f32(second & 1)))
 
 
 @iq1_s.unpack
@@ -123,23 +98,23 @@ def unpack_iq1_s(y, x, n):
             first = ONE[byte_at(at, 2 + 2 * i) | ((three & 7) << 8)]
             second = ONE[byte_at(at, 3 + 2 * i) | ((three >> 3 & 7) << 8)]
             shift = shifts_of(high >> 15, high >> 15)
-            store(y, out + i * 16, (to_floats(bytes_of(first, second)) + shift) * scale)
+            store(y, out + i * 16, (to_floats(words.bytes_of(first, second)) + shift) * scale)
 
 
 @iq1_m.unpack
 def unpack_iq1_m(y, x, n):
-    half = scratch(1)
+    half = words.scratch(1)
     for b in range(n):
         at, out = x + b * 56, b * 256
         for i in range(4):  # each has four bits of the unit in front of its scales
-            put_short(half, 0, (short_at(half, 0) >> 4) | (short_at(at, 24 + i) >> 12 << 12))
+            words.put_short(half, 0, (short_at(half, 0) >> 4) | (short_at(at, 24 + i) >> 12 << 12))
         for i in range(16):
             three = short_at(at, 24 + i // 4) >> (i % 4 * 3) & 7
             scale, high = half_at(half, 0) * f32(three * 2 + 1), byte_at(at, 32 + i)
             first = ONE[byte_at(at, 2 * i) | ((high & 7) << 8)]
             second = ONE[byte_at(at, 2 * i + 1) | ((high >> 4 & 7) << 8)]
             shift = shifts_of(high >> 3, high >> 7)
-            store(y, out + i * 16, (to_floats(bytes_of(first, second)) + shift) * scale)
+            store(y, out + i * 16, (to_floats(words.bytes_of(first, second)) + shift) * scale)
 
 
 @iq2_xxs.unpack
@@ -147,9 +122,9 @@ def unpack_iq2_xxs(y, x, n):
     for b in range(n):
         at, out = x + b * 66, b * 256
         for i in range(16):
-            indices, word = at + 2 + i // 2 * 8 + i % 2 * 2, word_at(at + 2 + i // 2 * 8, 1)
+            indices, word = at + 2 + i // 2 * 8 + i % 2 * 2, words.word_at(at + 2 + i // 2 * 8, 1)
             scale = half_at(at, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.25)
-            v = bytes_of(TWO_XXS[byte_at(indices, 0)], TWO_XXS[byte_at(indices, 1)])
+            v = words.bytes_of(TWO_XXS[byte_at(indices, 0)], TWO_XXS[byte_at(indices, 1)])
             store(y, out + i * 16, signed(to_floats(v) * scale, two_signs(word >> (i % 2 * 14))))
 
 
@@ -161,7 +136,7 @@ def unpack_iq2_xs(y, x, n):
             first, second = short_at(at, 1 + 2 * i), short_at(at, 2 + 2 * i)
             scale = byte_at(at, 66 + i // 2) >> (i % 2 * 4) & 15
             scale = half_at(at, 0) * (f32(scale) + f32(0.5)) * f32(0.25)
-            v = bytes_of(TWO_XS[first & 511], TWO_XS[second & 511])
+            v = words.bytes_of(TWO_XS[first & 511], TWO_XS[second & 511])
             signs = two_signs((first >> 9) | (second >> 9 << 7))
             store(y, out + i * 16, signed(to_floats(v) * scale, signs))
 
@@ -176,7 +151,7 @@ def unpack_iq2_s(y, x, n):
             second = TWO_S[byte_at(at, 3 + 2 * i) | ((high >> 2 & 3) << 8)]
             nibble = byte_at(at, 74 + i // 2) >> (i % 2 * 4) & 15
             scale = half_at(at, 0) * (f32(nibble) + f32(0.5)) * f32(0.25)
-            v = to_floats(bytes_of(first, second)) * scale
+            v = to_floats(words.bytes_of(first, second)) * scale
             store(y, out + i * 16, signed(v, short_at(at, 17 + i)))
 
 
@@ -185,17 +160,17 @@ def unpack_iq3_xxs(y, x, n):
     for b in range(n):
         at, out = x + b * 98, b * 256
         for i in range(16):
-            indices, word = at + 2 + i * 4, word_at(at + 66, i // 2)
+            indices, word = at + 2 + i * 4, words.word_at(at + 66, i // 2)
             scale = half_at(at, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.5)
             first = THREE_XXS[byte_at(indices, 0)] | (THREE_XXS[byte_at(indices, 1)] << 32)
             second = THREE_XXS[byte_at(indices, 2)] | (THREE_XXS[byte_at(indices, 3)] << 32)
-            v = to_floats(bytes_of(first, second)) * scale
+            v = to_floats(words.bytes_of(first, second)) * scale
             store(y, out + i * 16, signed(v, two_signs(word >> (i % 2 * 14))))
 
 
 @iq3_s.unpack
 def unpack_iq3_s(y, x, n):
-    values = scratch(4)
+    values = words.scratch(4)
     for b in range(n):
         at, out = x + b * 110, b * 256
         d = half_at(at, 0)
@@ -203,10 +178,10 @@ def unpack_iq3_s(y, x, n):
             ninth = byte_at(at, 66 + i // 2) >> (i % 2 * 4)
             for four in range(4):
                 index = byte_at(at, 2 + i * 4 + four) | ((ninth >> four & 1) << 8)
-                put_word(values, four, THREE_S[index])
-            signs = (spread_bits(short_at(at + 74, i)) >> lane_numbers()) & 1
+                words.put_word(values, four, THREE_S[index])
+            signs = (words.spread_bits(short_at(at + 74, i)) >> words.lane_numbers()) & 1
             scale = d * f32((byte_at(at, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
-            v = to_floats(bytes_at(values, 0)) * scale
+            v = to_floats(words.bytes_at(values, 0)) * scale
             store(y, out + i * 16, v * (to_floats(signs) * -2.0 + 1.0))
 
 
@@ -220,18 +195,20 @@ def eight_of(at: int, ninth: int) -> int:
 
 @iq3_s.dot
 def dot_iq3_s(x, w, n):
-    a = splat(0.0)
+    a = words.splat(0.0)
     for b in range(0, n, 256):
         d = half_at(w, 0)
         for i in range(16):
             ninth = byte_at(w, 66 + i // 2) >> (i % 2 * 4)
             at = w + 2 + i * 4
-            v = to_floats(bytes_of(eight_of(at, ninth), eight_of(at + 2, ninth >> 2)))
+            v = to_floats(words.bytes_of(eight_of(at, ninth), eight_of(at + 2, ninth >> 2)))
             scale = d * f32((byte_at(w, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
             v = v * scale
-            a = fma(put_where(v, short_at(w + 74, i), neg(v)), load(x, b + i * 16), a)
+            a = words.fma(
+                words.put_where(v, short_at(w + 74, i), words.neg(v)), load(x, b + i * 16), a
+            )
         w += 110
-    return total(a)
+    return words.total(a)
 
 
 @iq4_nl.unpack
@@ -239,23 +216,23 @@ def unpack_iq4_nl(y, x, n):
     values = load(NL, 0)
     for b in range(n):
         at, out = x + b * 18, b * 32
-        d, q = half_at(at, 0), bytes_at(at, 2)
-        store(y, out, pick(values, q) * d)
-        store(y, out + 16, pick(values, q >> 4) * d)
+        d, q = half_at(at, 0), words.bytes_at(at, 2)
+        store(y, out, words.pick(values, q) * d)
+        store(y, out + 16, words.pick(values, q >> 4) * d)
 
 
 @iq4_nl.dot
 def dot_iq4_nl(x, w, n):
-    values, every = load(NL, 0), splat(0.0)
+    values, every = load(NL, 0), words.splat(0.0)
     for p in range(0, n, 256):
-        a, b = splat(0.0), splat(0.0)
+        a, b = words.splat(0.0), words.splat(0.0)
         for i in range(p, min(p + 256, n), 32):
-            d, q = half_at(w, 0), bytes_at(w, 2)
-            a = fma(pick(values, q) * d, load(x, i), a)
-            b = fma(pick(values, q >> 4) * d, load(x, i + 16), b)
+            d, q = half_at(w, 0), words.bytes_at(w, 2)
+            a = words.fma(words.pick(values, q) * d, load(x, i), a)
+            b = words.fma(words.pick(values, q >> 4) * d, load(x, i + 16), b)
             w += 18
         every += a + b
-    return total(every)
+    return words.total(every)
 
 
 @iq4_xs.unpack
@@ -267,22 +244,22 @@ def unpack_iq4_xs(y, x, n):
         for i in range(8):
             low = byte_at(at, 4 + i // 2) >> (i % 2 * 4)
             scale = d * f32(((low & 15) | ((high >> (i * 2) & 3) << 4)) - 32)
-            q = bytes_at(at, 8 + i * 16)
-            store(y, out + i * 32, pick(values, q) * scale)
-            store(y, out + i * 32 + 16, pick(values, q >> 4) * scale)
+            q = words.bytes_at(at, 8 + i * 16)
+            store(y, out + i * 32, words.pick(values, q) * scale)
+            store(y, out + i * 32 + 16, words.pick(values, q >> 4) * scale)
 
 
 @iq4_xs.dot
 def dot_iq4_xs(x, w, n):
-    values, a, b, scales = load(NL, 0), splat(0.0), splat(0.0), scratch(16)
+    values, a, b, scales = load(NL, 0), words.splat(0.0), words.splat(0.0), words.scratch(16)
     for p in range(0, n, 256):
-        group = lane_numbers() & 7
-        low = (spread_bits(word_at(w + 4, 0)) >> (group << 2)) & 15
-        high = (spread_bits(short_at(w, 1)) >> (group << 1)) & 3
+        group = words.lane_numbers() & 7
+        low = (words.spread_bits(words.word_at(w + 4, 0)) >> (group << 2)) & 15
+        high = (words.spread_bits(short_at(w, 1)) >> (group << 1)) & 3
         store(scales, 0, to_floats((low | (high << 4)) - 32) * half_at(w, 0))
         for i in range(8):
-            v, q = values * peek(scales, i), bytes_at(w, 8 + i * 16)
-            a = fma(pick(v, q), load(x, p + i * 32), a)
-            b = fma(pick(v, q >> 4), load(x, p + i * 32 + 16), b)
+            v, q = values * words.peek(scales, i), words.bytes_at(w, 8 + i * 16)
+            a = words.fma(words.pick(v, q), load(x, p + i * 32), a)
+            b = words.fma(words.pick(v, q >> 4), load(x, p + i * 32 + 16), b)
         w += 136
-    return total(a + b)
+    return words.total(a + b)

@@ -7,33 +7,11 @@ group of 32; four with those of the halves of a group of 16.
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.iq import iq1_m, iq1_s
 from packtrain.types.lattice import FAR, entry_of, levels_of, nearest_point, put_point
 from packtrain.types.weighed import sum_of_squares, weigh
-from packtrain.types.words import (
-    absolute,
-    byte_at,
-    code,
-    lane_numbers,
-    largest,
-    load,
-    maximum,
-    peek,
-    poke,
-    put_byte,
-    put_bytes,
-    put_half,
-    put_short,
-    scratch,
-    select_less,
-    set_lanes,
-    short_at,
-    shorts_at,
-    splat,
-    store,
-    to_bits,
-    to_floats,
-)
+from packtrain.types.words import byte_at, code, load, peek, poke, put_byte, scratch, splat, store
 
 f32 = np.float32
 SHIFT = f32(0.125)
@@ -45,11 +23,13 @@ def put_order(order: int, x: int, n: int) -> None:
     """Numbers of the values, the lowest first, as bytes."""
     ranks = scratch(32)
     for i in range(0, n, 16):
-        v, rank, lanes = load(x, i), splat(0.0), to_floats(lane_numbers()) + f32(i)
+        v, rank, lanes = load(x, i), splat(0.0), words.to_floats(words.lane_numbers()) + f32(i)
         for j in range(n):
             other = splat(peek(x, j))
-            before = select_less(v, other, 0.0, 1.0)
-            rank = rank + select_less(f32(j), lanes, before, select_less(other, v, 1.0, 0.0))
+            before = words.select_less(v, other, 0.0, 1.0)
+            rank = rank + words.select_less(
+                f32(j), lanes, before, words.select_less(other, v, 1.0, 0.0)
+            )
         store(ranks, i, rank)
     for i in range(n):
         put_byte(order, int(peek(ranks, i)), i)
@@ -110,7 +90,9 @@ def better(sums: int, kinds: int, lanes: int, best: int) -> int:
     found, some = -1, 0
     for kind in range(kinds):
         lx, ll = load(sums, kind * 32), load(sums, kind * 32 + 16)
-        some |= set_lanes(to_bits(select_less(ll * peek(best, 0), lx * lx, 1.0, 0.0)))
+        some |= words.set_lanes(
+            words.to_bits(words.select_less(ll * peek(best, 0), lx * lx, 1.0, 0.0))
+        )
     for i in range(lanes * kinds if some != 0 else 0):
         lane, kind = i // kinds, i % kinds
         lx, ll = peek(sums, kind * 32 + lane), peek(sums, kind * 32 + 16 + lane)
@@ -156,9 +138,9 @@ def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> i
     """The points (u16) and the scale of a group; returns bits of those that are shifted down."""
     order, running, levels, best = scratch(8), scratch(192), scratch(8), scratch(2)
     for k in range(n // 8):
-        put_short(numbers, k, 0)
+        words.put_short(numbers, k, 0)
     poke(scale_at, 0, f32(0))
-    most = largest(maximum(absolute(load(x, 0)), absolute(load(x, n - 16))))
+    most = words.largest(words.maximum(words.absolute(load(x, 0)), words.absolute(load(x, n - 16))))
     if most < (f32(1e-12) if n == 32 else f32(1e-7)):
         return 0
     put_order(order, x, n)
@@ -181,7 +163,7 @@ def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> i
             args = x + place, w + place, scale, 8, f32(0.5), shift - f32(1.5)
             number = nearest_point(t, entry, *args)
             put_point(levels + 8 * k, t, number, 8)
-        put_short(numbers, k, number)
+        words.put_short(numbers, k, number)
     lx, ll = value_sums(x, w, levels, n if off else 0, down, f32(1), f32(0), f32(0))
     poke(scale_at, 0, lx / ll if lx > 0 and ll > 0 else scale)
     return down
@@ -200,16 +182,16 @@ def snap_iq1_s(y, x, w, t, n):
             weigh(weights, at + group, by + group, 32, spread)
             down = fit_thirds(numbers + i * 8, scales + i * 4, at + group, weights, 32, t)
             put_byte(downs, i, down & 8)
-        d = largest(load(scales, 0)) / f32(15)
-        put_half(to, 0, d * f32(1.125))
-        put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(7)))
+        d = words.largest(load(scales, 0)) / f32(15)
+        words.put_half(to, 0, d * f32(1.125))
+        words.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(7)))
         for i in range(2):
-            put_bytes(to + 2, i * 16, shorts_at(numbers, i * 16))
+            words.put_bytes(to + 2, i * 16, words.shorts_at(numbers, i * 16))
         for i in range(8):
             high = (byte_at(levels, i) | byte_at(downs, i)) << 12
             for k in range(4):
-                high |= short_at(numbers, i * 4 + k) >> 8 << (3 * k)
-            put_short(to + 34, i, high)
+                high |= words.short_at(numbers, i * 4 + k) >> 8 << (3 * k)
+            words.put_short(to + 34, i, high)
 
 
 @code
@@ -222,15 +204,15 @@ def put_scale(
         group, level = i * 64, byte_at(levels, i)
         weigh(weights, x + group, w + group, 16, spread)
         for k in range(2):
-            put_point(point + 8 * k, t, short_at(numbers, 2 * i + k), 8)
+            put_point(point + 8 * k, t, words.short_at(numbers, 2 * i + k), 8)
         times = f32(2 * level + 1)
         lx, ll = value_sums(x + group, weights, point, 16, byte_at(downs, i), times, lx, ll)
-    put_half(half, 0, (lx / ll if ll > 0 else d) * f32(1.1125))
+    words.put_half(half, 0, (lx / ll if ll > 0 else d) * f32(1.1125))
     for i in range(4):
         low = byte_at(levels, 4 * i) | (byte_at(levels, 4 * i + 1) << 3)
         high = byte_at(levels, 4 * i + 2) | (byte_at(levels, 4 * i + 3) << 3)
-        unit = short_at(half, 0) >> (4 * i) & 15
-        put_short(y + 48, i, low | (high << 6) | (unit << 12))
+        unit = words.short_at(half, 0) >> (4 * i) & 15
+        words.put_short(y + 48, i, low | (high << 6) | (unit << 12))
 
 
 @iq1_m.snap
@@ -245,13 +227,15 @@ def snap_iq1_m(y, x, w, t, n):
             weigh(weights, at + group, by + group, 16, spread)
             down = fit_thirds(numbers + i * 4, scales + i * 4, at + group, weights, 16, t)
             put_byte(downs, i, down)
-            high = short_at(numbers, 2 * i) >> 8 | short_at(numbers, 2 * i + 1) >> 8 << 4
+            high = (
+                words.short_at(numbers, 2 * i) >> 8 | words.short_at(numbers, 2 * i + 1) >> 8 << 4
+            )
             put_byte(to + 32, i, high | (down & 1) << 3 | down >> 1 << 7)
-        d = largest(load(scales, 0)) / f32(15)
+        d = words.largest(load(scales, 0)) / f32(15)
         for i in range(2):
-            put_bytes(to, i * 16, shorts_at(numbers, i * 16))
+            words.put_bytes(to, i * 16, words.shorts_at(numbers, i * 16))
         for i in range(4):
-            put_short(to + 48, i, 0)
+            words.put_short(to + 48, i, 0)
         if d > 0:
-            put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d, f32(7)))
+            words.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d, f32(7)))
             put_scale(to, at, by, t, numbers, downs, levels, spread, d)

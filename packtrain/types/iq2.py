@@ -2,19 +2,10 @@
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.iq import iq2_s, iq2_xs, iq2_xxs
 from packtrain.types.lattice import ALL, OFF, fit_block, put_nibbles, put_scales, sevens
-from packtrain.types.words import (
-    byte_at,
-    put_byte,
-    put_bytes,
-    put_short,
-    put_word,
-    scratch,
-    short_at,
-    shorts_at,
-    word_at,
-)
+from packtrain.types.words import byte_at, put_byte, put_bytes, put_word, scratch, short_at, word_at
 
 f32 = np.float32
 NOTHING = f32(1e-15)
@@ -42,7 +33,7 @@ def snap_iq2_xs(y, x, w, t, n):
         put_scales(to, levels, scales, highest, f32(1))
         put_nibbles(to + 66, levels, 16)
         for i in range(32):
-            put_short(to + 2, i, short_at(numbers, i) | ((byte_at(signs, i) & 127) << 9))
+            words.put_short(to + 2, i, short_at(numbers, i) | ((byte_at(signs, i) & 127) << 9))
 
 
 @iq2_s.snap
@@ -56,7 +47,7 @@ def snap_iq2_s(y, x, w, t, n):
         put_scales(to, levels, scales, highest, f32(0.9875))
         put_nibbles(to + 74, levels, 16)
         for i in range(2):
-            put_bytes(to + 2, i * 16, shorts_at(numbers, i * 16))
+            put_bytes(to + 2, i * 16, words.shorts_at(numbers, i * 16))
         for i in range(8):
             put_word(to + 34, i, word_at(signs, i))
             high = 0

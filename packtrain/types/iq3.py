@@ -2,18 +2,10 @@
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.iq import iq3_s, iq3_xxs
 from packtrain.types.lattice import ANY, OFF, fit_block, put_nibbles, put_scales, sevens
-from packtrain.types.words import (
-    byte_at,
-    put_bytes,
-    put_short,
-    put_word,
-    scratch,
-    set_lanes,
-    shorts_at,
-    word_at,
-)
+from packtrain.types.words import byte_at, put_bytes, put_word, scratch, shorts_at, word_at
 
 f32 = np.float32
 
@@ -43,6 +35,6 @@ def snap_iq3_s(y, x, w, t, n):
         put_nibbles(to + 106, levels, 8)
         for i in range(4):
             put_bytes(to + 2, i * 16, shorts_at(numbers, i * 16))
-            put_short(to + 66, i, set_lanes(shorts_at(numbers, i * 16) >> 8))
+            words.put_short(to + 66, i, words.set_lanes(shorts_at(numbers, i * 16) >> 8))
         for i in range(8):
             put_word(to + 74, i, word_at(signs, i))

@@ -6,29 +6,10 @@ in ggml's order.
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.iq import NL, iq4_nl, iq4_xs
 from packtrain.types.weighed import sum_of_squares, weigh
-from packtrain.types.words import (
-    Floats,
-    Ints,
-    code,
-    extreme,
-    load,
-    part,
-    peek,
-    pick,
-    poke,
-    put_byte,
-    put_bytes,
-    put_half,
-    put_short,
-    scratch,
-    select_less,
-    splat,
-    store,
-    to_bits,
-    whole,
-)
+from packtrain.types.words import Floats, Ints, code, load, part, peek, pick, poke, scratch, store
 
 f32 = np.float32
 NOTHING = f32(1e-15)  # a group without larger values is all zeros
@@ -40,10 +21,10 @@ TRIALS = 16
 def nearest(v: Floats) -> Ints:
     """Codes of the values of the table that are nearest, of two as near the upper one: how many middles are passed."""
     middles = load(MIDDLES, 0)
-    at = select_less(v, peek(MIDDLES, 7), 0.0, 8.0)
-    at = at + select_less(v, pick(middles, to_bits(at) + 3), 0.0, 4.0)
-    at = at + select_less(v, pick(middles, to_bits(at) + 1), 0.0, 2.0)
-    return to_bits(at + select_less(v, pick(middles, to_bits(at)), 0.0, 1.0))
+    at = words.select_less(v, peek(MIDDLES, 7), 0.0, 8.0)
+    at = at + words.select_less(v, pick(middles, words.to_bits(at) + 3), 0.0, 4.0)
+    at = at + words.select_less(v, pick(middles, words.to_bits(at) + 1), 0.0, 2.0)
+    return words.to_bits(at + words.select_less(v, pick(middles, words.to_bits(at)), 0.0, 1.0))
 
 
 @code
@@ -59,13 +40,13 @@ def put_weights(to: int, x: int, w: int, spread: f32) -> None:
 @code
 def fit_table(x: int, w: int) -> f32:
     """The scale of 32 values with weights: the extreme is mapped to 127, then to -134 .. -120, the best is kept."""
-    furthest, values, inverses = extreme(x, 32), load(NL, 0), scratch(16)
+    furthest, values, inverses = words.extreme(x, 32), load(NL, 0), scratch(16)
     if abs(furthest) < NOTHING:
         return f32(0)
     poke(inverses, 0, f32(1) / (-furthest / f32(-127)))
     for trial in range(1, TRIALS):
         poke(inverses, trial, f32(trial - 135) / furthest)
-    inverse, lx, ll = load(inverses, 0), splat(0.0), splat(0.0)
+    inverse, lx, ll = load(inverses, 0), words.splat(0.0), words.splat(0.0)
     for i in range(32):
         value = pick(values, nearest(inverse * peek(x, i)))
         weighed = value * peek(w, i)
@@ -87,7 +68,7 @@ def fit_table(x: int, w: int) -> f32:
 def put_table(y: int, x: int, scale: f32) -> None:
     """32 codes."""
     inverse = f32(1) / scale if scale != 0 else f32(0)
-    put_bytes(y, 0, nearest(load(x, 0) * inverse) | (nearest(load(x, 16) * inverse) << 4))
+    words.put_bytes(y, 0, nearest(load(x, 0) * inverse) | (nearest(load(x, 16) * inverse) << 4))
 
 
 @code
@@ -96,7 +77,7 @@ def put_nl(y: int, x: int, w: int) -> None:
     weights = scratch(32)
     put_weights(weights, x, w, f32(2) * sum_of_squares(x, 32) / f32(32))
     scale = fit_table(x, weights)
-    put_half(y, 0, scale)
+    words.put_half(y, 0, scale)
     put_table(y + 2, x, scale)
 
 
@@ -105,22 +86,22 @@ def put_xs(y: int, x: int, w: int) -> None:
     """A block of iq4_xs, whose eight scales have six bits each."""
     weights, scales, high = scratch(32), scratch(16), 0
     spread = f32(2) * sum_of_squares(x, 256) / f32(256)
-    store(scales, 0, splat(0.0))
+    store(scales, 0, words.splat(0.0))
     for i in range(8):
         put_weights(weights, x + i * 128, w + i * 128 if w != 0 else 0, spread)
         poke(scales, i, fit_table(x + i * 128, weights))
-    d = -extreme(scales, 16) / f32(32)
+    d = -words.extreme(scales, 16) / f32(32)
     inverse = f32(1) / d if d != 0 else f32(0)
-    put_half(y, 0, d)
+    words.put_half(y, 0, d)
     for i in range(8):
-        scale = max(whole(inverse * peek(scales, i), 31), -32)
+        scale = max(words.whole(inverse * peek(scales, i), 31), -32)
         put_table(y + 8 + i * 16, x + i * 128, d * f32(scale))
         poke(scales, i, f32(scale + 32))
         high |= (scale + 32) >> 4 << (2 * i)
-    put_short(y, 1, high)
+    words.put_short(y, 1, high)
     for i in range(4):
         low, upper = int(peek(scales, 2 * i)) & 15, int(peek(scales, 2 * i + 1)) & 15
-        put_byte(y, 4 + i, low | (upper << 4))
+        words.put_byte(y, 4 + i, low | (upper << 4))
 
 
 @iq4_nl.pack

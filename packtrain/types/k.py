@@ -7,42 +7,10 @@ codes are chosen for the quantized scales. Formats: ggml-common.h.
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.legacy import q4_0, q5_0, q5_1, q8_0
 from packtrain.types.room import Bytes, Layout, packed
-from packtrain.types.words import (
-    Floats,
-    Ints,
-    byte_at,
-    bytes_at,
-    bytes_of,
-    char_at,
-    code,
-    extreme,
-    fit,
-    fma,
-    half_at,
-    keep_first,
-    load,
-    low_2,
-    part,
-    peek,
-    poke,
-    put_byte,
-    put_bytes,
-    put_half,
-    put_where,
-    rounded,
-    scratch,
-    set_lanes,
-    splat,
-    spread_bits,
-    store,
-    to_bits,
-    to_floats,
-    total,
-    whole,
-    word_at,
-)
+from packtrain.types.words import byte_at, bytes_at, half_at, load, low_2, peek, store, to_floats
 
 f32 = np.float32
 SIXES, FOURS, TWOS = 0x3F3F3F3F, 0x0F0F0F0F0F0F0F0F, 0x0303030303030303  # low bits of bytes
@@ -60,10 +28,8 @@ def scales_and_lows(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
 
 def six_bits(raw: Bytes) -> tuple[np.ndarray]:
     """Scales of q3_K: see six_bit_scales."""
-    low, high = (
-        raw[..., 96:104],
-        raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None],
-    )
+    low = raw[..., 96:104]
+    high = raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     low = np.concatenate((low & 15, low >> 4), axis=-1)
     both = low | (high.reshape(low.shape) & 3) << 4
     return (both.astype(f32) - f32(32),)
@@ -131,7 +97,7 @@ def unpack_q2_K(y, x, n):
 
 @q2_K.dot
 def dot_q2_K(x, w, n):
-    a, b, scales, lows = splat(0.0), splat(0.0), scratch(16), scratch(16)
+    a, b, scales, lows = words.splat(0.0), words.splat(0.0), words.scratch(16), words.scratch(16)
     for p in range(0, n, 256):
         s = bytes_at(w, 0)
         store(scales, 0, to_floats(s & 15) * half_at(w, 40))
@@ -139,26 +105,27 @@ def dot_q2_K(x, w, n):
         for half in range(2):
             q, r = bytes_at(w, 16 + half * 32), bytes_at(w, 32 + half * 32)
             for i in range(half * 8, half * 8 + 8, 2):
-                a = fma(low_2(q, peek(scales, i), peek(lows, i)), load(x, p + i * 16), a)
+                a = words.fma(low_2(q, peek(scales, i), peek(lows, i)), load(x, p + i * 16), a)
                 v = low_2(r, peek(scales, i + 1), peek(lows, i + 1))
-                b = fma(v, load(x, p + i * 16 + 16), b)
+                b = words.fma(v, load(x, p + i * 16 + 16), b)
                 q, r = q >> 2, r >> 2
         w += 84
-    return total(a + b)
+    return words.total(a + b)
 
 
-@part
-def six_bit_scales(w: int) -> Ints:
+@words.part
+def six_bit_scales(w: int) -> words.Ints:
     """The sixteen scales of a q3_K block: the low four bits in eight bytes, the two above in four."""
-    low, high = word_at(w + 96, 0) | (word_at(w + 100, 0) << 32), word_at(w + 104, 0)
+    low = words.word_at(w + 96, 0) | (words.word_at(w + 100, 0) << 32)
+    high = words.word_at(w + 104, 0)
     first = (high | ((high >> 2) << 32)) & TWOS
     second = ((high >> 4) | ((high >> 6) << 32)) & TWOS
-    return bytes_of((low & FOURS) | (first << 4), ((low >> 4) & FOURS) | (second << 4)) - 32
+    return words.bytes_of((low & FOURS) | (first << 4), ((low >> 4) & FOURS) | (second << 4)) - 32
 
 
 @q3_K.dot
 def dot_q3_K(x, w, n):
-    a, b, scales = splat(0.0), splat(0.0), scratch(16)
+    a, b, scales = words.splat(0.0), words.splat(0.0), words.scratch(16)
     for p in range(0, n, 256):
         store(scales, 0, to_floats(six_bit_scales(w)) * half_at(w, 54))
         top, over = bytes_at(w, 0), bytes_at(w, 16)
@@ -166,13 +133,17 @@ def dot_q3_K(x, w, n):
             q, r = bytes_at(w, 32 + half * 32), bytes_at(w, 48 + half * 32)
             for i in range(half * 8, half * 8 + 8, 2):
                 d, e = peek(scales, i), peek(scales, i + 1)
-                v = put_where(low_2(q, d, d * f32(-4)), set_lanes(top & 1), low_2(q, d, f32(0)))
-                a = fma(v, load(x, p + i * 16), a)
-                v = put_where(low_2(r, e, e * f32(-4)), set_lanes(over & 1), low_2(r, e, f32(0)))
-                b = fma(v, load(x, p + i * 16 + 16), b)
+                v = words.put_where(
+                    low_2(q, d, d * f32(-4)), words.set_lanes(top & 1), low_2(q, d, f32(0))
+                )
+                a = words.fma(v, load(x, p + i * 16), a)
+                v = words.put_where(
+                    low_2(r, e, e * f32(-4)), words.set_lanes(over & 1), low_2(r, e, f32(0))
+                )
+                b = words.fma(v, load(x, p + i * 16 + 16), b)
                 q, r, top, over = q >> 2, r >> 2, top >> 1, over >> 1
         w += 110
-    return total(a + b)
+    return words.total(a + b)
 
 
 @q3_K.unpack
@@ -181,17 +152,15 @@ def unpack_q3_K(y, x, n):
         at, out = x + b * 110, b * 256
         d = half_at(at + 108, 0)
         for i in range(16):
-            low, high = (
-                byte_at(at, 96 + i % 8) >> (i // 8 * 4),
-                byte_at(at, 104 + i % 4) >> (i // 4 * 2),
-            )
+            low = byte_at(at, 96 + i % 8) >> (i // 8 * 4)
+            high = byte_at(at, 104 + i % 4) >> (i // 4 * 2)
             scale = ((low & 15) | ((high & 3) << 4)) - 32
             q = (bytes_at(at, 32 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)) & 3
             top = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is subtracted
             store(y, out + i * 16, to_floats((q | (top << 2)) - 4) * (d * f32(scale)))
 
 
-@part
+@words.part
 def scale_and_least(at: int, i: int) -> tuple[f32, f32]:
     """Scale and offset of the i-th 32 of a q4_K or q5_K block: six bits each, the last four's spread over two bytes."""
     d, m = half_at(at, 0), half_at(at, 1)
@@ -215,15 +184,15 @@ def unpack_q4_K(y, x, n):
                 store(y, out + i * 32 + half, to_floats(q) * d - m)
 
 
-@part
-def scales_then_lows(w: int) -> Floats:
+@words.part
+def scales_then_lows(w: int) -> words.Floats:
     """What scale_and_least gives for the eight groups of a block: eight scales, then eight offsets, negative."""
-    first, second, rest = word_at(w + 4, 0), word_at(w + 8, 0), word_at(w + 12, 0)
+    first, second, rest = words.word_at(w + 4, 0), words.word_at(w + 8, 0), words.word_at(w + 12, 0)
     above = (((first >> 6) << 4) | ((second >> 6) << 36)) & (TWOS << 4)
     low = (rest & FOURS) | (above & 0xFFFFFFFF)
     least = ((rest >> 4) & 0x0F0F0F0F) | (above >> 32)
-    both = bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (least << 32))
-    units = keep_first(splat(half_at(w, 0)), 8, splat(-half_at(w, 1)))
+    both = words.bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (least << 32))
+    units = words.keep_first(words.splat(half_at(w, 0)), 8, words.splat(-half_at(w, 1)))
     return to_floats(both) * units
 
 
@@ -248,47 +217,48 @@ def unpack_q6_K(y, x, n):
             half, part, lane = i // 8, i % 8 // 2, i % 2 * 16
             q = (bytes_at(at, half * 64 + part % 2 * 32 + lane) >> (part // 2 * 4)) & 15
             top = (bytes_at(at, 128 + half * 32 + lane) >> (part * 2)) & 3
-            scale = d * f32(char_at(at, 192 + i))
+            scale = d * f32(words.char_at(at, 192 + i))
             store(y, out + i * 16, to_floats((q | (top << 4)) - 32) * scale)
 
 
 # ---- packing --------------------------------------------------------------------------------------------------
 
 
-@part
+@words.part
 def put_scale_bits(y: int, i: int, scale: int, least: int, scale_4: int, least_4: int) -> None:
     """Scales and offsets, six bits each, of groups i and i + 4 of a q4_K or q5_K block."""
-    put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
-    put_byte(y, 8 + i, least | (least_4 >> 4 << 6))
-    put_byte(y, 12 + i, (scale_4 & 15) | ((least_4 & 15) << 4))
+    words.put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
+    words.put_byte(y, 8 + i, least | (least_4 >> 4 << 6))
+    words.put_byte(y, 12 + i, (scale_4 & 15) | ((least_4 & 15) << 4))
 
 
-@code
+@words.code
 def put_scales(y: int, x: int, most: f32, first: f32, trials: int) -> None:
     """The first 16 bytes of a q4_K or q5_K block: see scale_and_least, which reads them."""
-    scales, lows = scratch(8), scratch(8)
+    scales, lows = words.scratch(8), words.scratch(8)
     largest_scale, lowest = f32(0), f32(0)
     for i in range(GROUPS):
-        scale, low = fit(x + i * 128, most, first, trials)
-        poke(scales, i, scale)
-        poke(lows, i, low)
+        scale, low = words.fit(x + i * 128, most, first, trials)
+        words.poke(scales, i, scale)
+        words.poke(lows, i, low)
         largest_scale, lowest = max(largest_scale, scale), min(lowest, low)
-    put_half(y, 0, largest_scale / f32(63))
-    put_half(y, 1, -lowest / f32(63))
+    words.put_half(y, 0, largest_scale / f32(63))
+    words.put_half(y, 1, -lowest / f32(63))
     by_scale = f32(63) / largest_scale if largest_scale > 0 else f32(0)
     by_low = f32(63) / lowest if lowest < 0 else f32(0)
     for i in range(GROUPS // 2):
-        scale, least = whole(by_scale * peek(scales, i), 63), whole(by_low * peek(lows, i), 63)
-        scale_4 = whole(by_scale * peek(scales, i + 4), 63)
-        put_scale_bits(y, i, scale, least, scale_4, whole(by_low * peek(lows, i + 4), 63))
+        scale = words.whole(by_scale * peek(scales, i), 63)
+        least = words.whole(by_low * peek(lows, i), 63)
+        scale_4 = words.whole(by_scale * peek(scales, i + 4), 63)
+        put_scale_bits(y, i, scale, least, scale_4, words.whole(by_low * peek(lows, i + 4), 63))
 
 
-@part
-def codes(y: int, x: int, group: int, lane: int, most: f32) -> Ints:
+@words.part
+def codes(y: int, x: int, group: int, lane: int, most: f32) -> words.Ints:
     """Codes of 16 values, from `lane` on in a group whose scale is quantized."""
     d, least = scale_and_least(y, group)
     d = d if d > 0 else f32(1)  # with a scale of 0 codes do not matter
-    return to_bits(rounded((load(x + group * 128, lane) + least) / d, f32(0), most))
+    return words.to_bits(words.rounded((load(x + group * 128, lane) + least) / d, f32(0), most))
 
 
 @q4_K.pack
@@ -300,7 +270,7 @@ def pack_q4_K(y, x, n):
             for lane in range(0, 32, 16):
                 first = codes(to, at, i, lane, f32(15))
                 second = codes(to, at, i + 1, lane, f32(15))
-                put_bytes(to + 16 + i * 16, lane, first | (second << 4))
+                words.put_bytes(to + 16 + i * 16, lane, first | (second << 4))
 
 
 @q5_K.pack
@@ -309,52 +279,52 @@ def pack_q5_K(y, x, n):
         to, at = y + b * 176, x + b * 1024
         put_scales(to, at, f32(31), f32(-0.5), 15)
         for lane in range(0, 32, 16):
-            top = spread_bits(0)
+            top = words.spread_bits(0)
             for i in range(0, GROUPS, 2):
                 first = codes(to, at, i, lane, f32(31))
                 second = codes(to, at, i + 1, lane, f32(31))
                 top = top | (first >> 4 << i) | (second >> 4 << (i + 1))
-                put_bytes(to + 48 + i * 16, lane, (first & 15) | ((second & 15) << 4))
-            put_bytes(to + 16, lane, top)
+                words.put_bytes(to + 48 + i * 16, lane, (first & 15) | ((second & 15) << 4))
+            words.put_bytes(to + 16, lane, top)
 
 
-@code
+@words.code
 def fit_even(x: int) -> f32:
     """Scale of 16 values as codes -32 .. 31; trials map the extreme to 31.1 .. 32.9, errors weighted by squares."""
-    furthest, scale, best = extreme(x, 16), f32(0), f32(0)
+    furthest, scale, best = words.extreme(x, 16), f32(0), f32(0)
     if abs(furthest) < NOTHING:
         return f32(0)
     v = load(x, 0)
     w = v * v
     for trial in range(-9, 10):
         inverse = -(f32(32) + f32(0.1) * f32(trial)) / furthest
-        code = rounded(v * inverse, f32(-32), f32(31))
-        sum_lx, sum_ll = total(w * v * code), total(w * code * code)
+        code = words.rounded(v * inverse, f32(-32), f32(31))
+        sum_lx, sum_ll = words.total(w * v * code), words.total(w * code * code)
         if sum_lx * sum_lx > best * sum_ll:
             scale = sum_lx / sum_ll
             best = scale * sum_lx
     return scale
 
 
-@code
+@words.code
 def put_even_scales(y: int, x: int) -> None:
     """The last 18 bytes of a q6_K block: sixteen scales and their unit."""
-    scales, furthest = scratch(16), f32(0)
+    scales, furthest = words.scratch(16), f32(0)
     for i in range(2 * GROUPS):
-        poke(scales, i, fit_even(x + i * 64))
-    furthest = extreme(scales, 16)
+        words.poke(scales, i, fit_even(x + i * 64))
+    furthest = words.extreme(scales, 16)
     inverse = f32(-128) / furthest if abs(furthest) >= NOTHING else f32(0)
-    put_half(y, 104, furthest / f32(-128))
+    words.put_half(y, 104, furthest / f32(-128))
     for i in range(2 * GROUPS):
-        put_byte(y, 192 + i, whole(inverse * peek(scales, i), 127))
+        words.put_byte(y, 192 + i, words.whole(inverse * peek(scales, i), 127))
 
 
-@code
-def even_codes(y: int, x: int, i: int) -> Ints:
+@words.code
+def even_codes(y: int, x: int, i: int) -> words.Ints:
     """Codes of the i-th 16 values, whose scale is quantized; 32 means zero."""
-    d = half_at(y, 104) * f32(char_at(y, 192 + i))
+    d = half_at(y, 104) * f32(words.char_at(y, 192 + i))
     d = d if d != 0 else f32(1)
-    return to_bits(rounded(load(x + i * 64, 0) / d, f32(-32), f32(31)) + 32.0)
+    return words.to_bits(words.rounded(load(x + i * 64, 0) / d, f32(-32), f32(31)) + 32.0)
 
 
 @q6_K.pack
@@ -368,6 +338,8 @@ def pack_q6_K(y, x, n):
                 c0, c1 = even_codes(to, at, i), even_codes(to, at, i + 2)
                 c2, c3 = even_codes(to, at, i + 4), even_codes(to, at, i + 6)
                 low, high = to + half * 64 + lane * 16, to + 128 + half * 32 + lane * 16
-                put_bytes(low, 0, (c0 & 15) | ((c2 & 15) << 4))
-                put_bytes(low, 32, (c1 & 15) | ((c3 & 15) << 4))
-                put_bytes(high, 0, (c0 >> 4) | (c1 >> 4 << 2) | (c2 >> 4 << 4) | (c3 >> 4 << 6))
+                words.put_bytes(low, 0, (c0 & 15) | ((c2 & 15) << 4))
+                words.put_bytes(low, 32, (c1 & 15) | ((c3 & 15) << 4))
+                words.put_bytes(
+                    high, 0, (c0 >> 4) | (c1 >> 4 << 2) | (c2 >> 4 << 4) | (c3 >> 4 << 6)
+                )

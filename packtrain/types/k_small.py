@@ -2,29 +2,9 @@
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.k import q2_K, q3_K, six_bit_scales
-from packtrain.types.words import (
-    absolute,
-    byte_at,
-    code,
-    even_by_turns,
-    extreme,
-    half_at,
-    load,
-    peek,
-    poke,
-    put_byte,
-    put_bytes,
-    put_half,
-    rounded,
-    scratch,
-    sloped,
-    spread_bits,
-    store,
-    to_bits,
-    to_floats,
-    whole,
-)
+from packtrain.types.words import code, half_at, load, peek, poke, put_byte, scratch, store, to_bits
 
 f32 = np.float32
 
@@ -33,14 +13,14 @@ f32 = np.float32
 def settle(codes: int, x: int, d: f32, least: f32, low: f32, high: f32) -> None:
     """Codes of 16 values for their stored scale, low becomes 0; with a scale of 0 those of the search stay."""
     if d != 0:
-        store(codes, 0, rounded((load(x, 0) + least) / d, low, high) - low)
+        store(codes, 0, words.rounded((load(x, 0) + least) / d, low, high) - low)
 
 
 @code
 def put_2(y: int, x: int, codes: int) -> None:
     """The codes of a q2_K block, for the scales that it has."""
     for i in range(16):
-        scale = byte_at(y, i)
+        scale = words.byte_at(y, i)
         d, least = half_at(y, 40) * f32(scale & 15), half_at(y, 41) * f32(scale >> 4)
         settle(codes + i * 64, x + i * 64, d, least, f32(0), f32(3))
     for half in range(2):
@@ -48,7 +28,7 @@ def put_2(y: int, x: int, codes: int) -> None:
             at = codes + half * 512 + lane * 4
             low = to_bits(load(at, 0)) | (to_bits(load(at, 32)) << 2)
             high = to_bits(load(at, 64)) | (to_bits(load(at, 96)) << 2)
-            put_bytes(y + 16 + half * 32, lane, low | (high << 4))
+            words.put_bytes(y + 16 + half * 32, lane, low | (high << 4))
 
 
 @q2_K.pack
@@ -57,19 +37,19 @@ def pack_q2_K(y, x, n):
     for b in range(n):
         to, at, largest_scale, lowest = y + b * 84, x + b * 1024, f32(0), f32(0)
         for i in range(16):
-            store(w, 0, absolute(load(at, i * 16)))
+            store(w, 0, words.absolute(load(at, i * 16)))
             group = codes + i * 64
-            scale, low = sloped(at + i * 64, w, 16, 3, group, f32(-0.5), f32(0.1), 15, 1)
+            scale, low = words.sloped(at + i * 64, w, 16, 3, group, f32(-0.5), f32(0.1), 15, 1)
             poke(scales, i, scale)
             poke(lows, i, low)
             largest_scale, lowest = max(largest_scale, scale), min(lowest, low)
-        put_half(to, 40, largest_scale / f32(15))
-        put_half(to, 41, -lowest / f32(15) if lowest < 0 else f32(0))
+        words.put_half(to, 40, largest_scale / f32(15))
+        words.put_half(to, 41, -lowest / f32(15) if lowest < 0 else f32(0))
         by_scale = f32(15) / largest_scale if largest_scale > 0 else f32(0)
         by_low = f32(15) / lowest if lowest < 0 else f32(0)
         for i in range(16):
-            least = whole(by_low * peek(lows, i), 15)
-            put_byte(to, i, whole(by_scale * peek(scales, i), 15) | (least << 4))
+            least = words.whole(by_low * peek(lows, i), 15)
+            put_byte(to, i, words.whole(by_scale * peek(scales, i), 15) | (least << 4))
         put_2(to, at, codes)
 
 
@@ -89,19 +69,19 @@ def put_six_bits(y: int, scales: int) -> None:
 def put_3(y: int, x: int, codes: int) -> None:
     """The codes of a q3_K block, for the scales that it has."""
     scales = scratch(16)
-    store(scales, 0, to_floats(six_bit_scales(y)) * half_at(y, 54))
+    store(scales, 0, words.to_floats(six_bit_scales(y)) * half_at(y, 54))
     for i in range(16):
         settle(codes + i * 64, x + i * 64, peek(scales, i), f32(0), f32(-4), f32(3))
     for lane in range(0, 32, 16):
-        top = spread_bits(0)
+        top = words.spread_bits(0)
         for half in range(2):
-            low = spread_bits(0)
+            low = words.spread_bits(0)
             for k in range(4):
                 c = to_bits(load(codes, half * 128 + k * 32 + lane))
                 low = low | ((c & 3) << (2 * k))
                 top = top | ((c >> 2) << (half * 4 + k))
-            put_bytes(y + 32 + half * 32, lane, low)
-        put_bytes(y, lane, top)
+            words.put_bytes(y + 32 + half * 32, lane, low)
+        words.put_bytes(y, lane, top)
 
 
 @q3_K.pack
@@ -112,12 +92,12 @@ def pack_q3_K(y, x, n):
         for i in range(16):
             v = load(at, i * 16)
             store(w, 0, v * v)
-            poke(scales, i, even_by_turns(at + i * 64, w, 16, 4, codes + i * 64))
-        furthest = extreme(scales, 16)
+            poke(scales, i, words.even_by_turns(at + i * 64, w, 16, 4, codes + i * 64))
+        furthest = words.extreme(scales, 16)
         inverse = f32(-32) / furthest
-        put_half(to, 54, f32(1) / inverse if furthest != 0 else f32(0))
+        words.put_half(to, 54, f32(1) / inverse if furthest != 0 else f32(0))
         for i in range(16):
-            scale = max(whole(inverse * peek(scales, i), 31), -32) + 32
+            scale = max(words.whole(inverse * peek(scales, i), 31), -32) + 32
             poke(scales, i, f32(scale if furthest != 0 else 0))
         put_six_bits(to, scales)
         put_3(to, at, codes)

@@ -7,38 +7,9 @@ A group of n values with one scale is two to eight points of `width` values each
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.weighed import sum_of_squares, weigh
-from packtrain.types.words import (
-    Ints,
-    above,
-    absolute,
-    as_ints,
-    bytes_at,
-    code,
-    lane_numbers,
-    largest,
-    load,
-    maximum,
-    neg,
-    part,
-    peek,
-    poke,
-    put_byte,
-    put_bytes,
-    put_half,
-    put_short,
-    put_word,
-    scratch,
-    select_less,
-    set_lanes,
-    short_at,
-    splat,
-    sqrt,
-    store,
-    to_bits,
-    to_floats,
-    word_at,
-)
+from packtrain.types.words import Ints, code, load, part, peek, scratch, select_less, store, word_at
 
 f32 = np.float32
 FAR, ROUND = f32(np.finfo(f32).max), f32(1.5 * 2**23)
@@ -49,9 +20,9 @@ OFF, ANY, ALL = 0, 1, 2
 @part
 def levels_of(x: int, i: int, inverse: f32, most: f32) -> Ints:
     """Levels 0 .. most of 16 values times `inverse`; too large ones lose their upper bits, as there."""
-    rounded = as_ints((load(x, i) * inverse - 1.0) * 0.5 + ROUND)
-    v = to_floats((rounded & 0x007FFFFF) - 0x00400000)
-    return to_bits(select_less(v, 0.0, 0.0, select_less(most, v, most, v)))
+    rounded = words.as_ints((load(x, i) * inverse - 1.0) * 0.5 + ROUND)
+    v = words.to_floats((rounded & 0x007FFFFF) - 0x00400000)
+    return words.to_bits(select_less(v, 0.0, 0.0, select_less(most, v, most, v)))
 
 
 @part
@@ -74,7 +45,7 @@ def put_point(to: int, t: int, number: int, width: int) -> None:
     """The levels of a point."""
     first = (4096 if width == 4 else 65536) + number * width // 4
     for i in range(width // 4):
-        put_word(to, i, word_at(t, first + i))
+        words.put_word(to, i, word_at(t, first + i))
 
 
 @code
@@ -83,19 +54,19 @@ def nearest_point(
 ) -> int:
     """The number of the point near a place with the least weighted error; a value stands for (2 l + 1) by + more."""
     nbytes = 32 + 16 * width
-    first, best, chunks = t + (entry >> 8) * nbytes, splat(FAR), splat(0.0)
+    first, best, chunks = t + (entry >> 8) * nbytes, words.splat(FAR), words.splat(0.0)
     for chunk in range(entry & 255):
-        error = splat(0.0)
+        error = words.splat(0.0)
         for i in range(width):
-            q = to_floats(bytes_at(first, chunk * nbytes + 32 + 16 * i)) * by + more
+            q = words.to_floats(words.bytes_at(first, chunk * nbytes + 32 + 16 * i)) * by + more
             off = q * scale - peek(x, i)
             error = error + off * peek(w, i) * off
         chunks = select_less(error, best, f32(chunk), chunks)
         best = select_less(error, best, error, best)
-    least = -largest(neg(best))
-    at = select_less(least, best, 4096.0, chunks * 16.0 + to_floats(lane_numbers()))
-    place = int(-largest(neg(at)))
-    return short_at(first + (place >> 4) * nbytes, place & 15)
+    least = -words.largest(words.neg(best))
+    at = select_less(least, best, 4096.0, chunks * 16.0 + words.to_floats(words.lane_numbers()))
+    place = int(-words.largest(words.neg(at)))
+    return words.short_at(first + (place >> 4) * nbytes, place & 15)
 
 
 @code
@@ -105,7 +76,7 @@ def put_levels(
     """Levels, on the grid, of those points of a group whose bit is set; returns bits of those that were off it."""
     found, off, most = scratch(8), 0, f32(7) if width == 4 else f32(2)
     for i in range(0, n, 16):
-        put_bytes(found, i, levels_of(x, i, inverse, most))
+        words.put_bytes(found, i, levels_of(x, i, inverse, most))
     for k in range(n // width):
         if which >> k & 1:
             at, place = found + k * width, k * width * 4
@@ -115,7 +86,7 @@ def put_levels(
                 args = x + place, w + place, scale, width, f32(1), f32(0)
                 put_point(at, t, nearest_point(t, entry, *args), width)
             for i in range(width // 4):
-                put_word(to + k * width, i, word_at(at, i))
+                words.put_word(to + k * width, i, word_at(at, i))
     return off
 
 
@@ -124,7 +95,7 @@ def level_sums(x: int, w: int, levels: int, n: int) -> tuple[f32, f32]:
     """The sums of w * x * value and w * value * value."""
     products, squares, lx, ll = scratch(32), scratch(32), f32(0), f32(0)
     for i in range(0, n, 16):
-        value, weight = to_floats(bytes_at(levels, i)) * 2.0 + 1.0, load(w, i)
+        value, weight = words.to_floats(words.bytes_at(levels, i)) * 2.0 + 1.0, load(w, i)
         store(products, i, weight * load(x, i) * value)
         store(squares, i, weight * value * value)
     for i in range(n):
@@ -143,7 +114,7 @@ def fit_points(
     every, best = (1 << (n // width)) - 1, f32(0)
     off = 0 if again == OFF else every
     for i in range(0, n, 16):
-        store(roots, i, sqrt(load(w, i)))
+        store(roots, i, words.sqrt(load(w, i)))
     for i in range(-trials, trials + 1):
         inverse = (top + f32(i) * step) / largest_x
         outside = put_levels(trial, x, roots, n, width, inverse, f32(1) / inverse, every, t)
@@ -152,7 +123,7 @@ def fit_points(
             scale, off = lx / ll, outside
             best = scale * lx
             for k in range(n // 4):
-                put_word(levels, k, word_at(trial, k))
+                words.put_word(levels, k, word_at(trial, k))
     if again == ALL or (again == ANY and off != 0):
         off = every
     if off != 0 and scale > 0:
@@ -172,8 +143,8 @@ def put_sizes(to: int, x: int, w: int, n: int, paired: int) -> int:
     bits = 0
     for i in range(0, n, 16):
         v = load(x, i)
-        store(to, i, absolute(v))
-        bits |= set_lanes(to_bits(select_less(v, 0.0, 1.0, 0.0))) << i
+        store(to, i, words.absolute(v))
+        bits |= words.set_lanes(words.to_bits(select_less(v, 0.0, 1.0, 0.0))) << i
     for first in range(0, n if paired else 0, 8):
         odd = bits >> first & 255
         odd ^= odd >> 4
@@ -185,7 +156,7 @@ def put_sizes(to: int, x: int, w: int, n: int, paired: int) -> int:
                 size = peek(w, i) * peek(x, i) * peek(x, i)
                 if size < least:
                     at, least = i, size
-            poke(to, at, -peek(to, at))
+            words.poke(to, at, -peek(to, at))
             bits ^= 1 << at
     return bits
 
@@ -214,16 +185,16 @@ def fit_block(
     weights, sizes, levels, codes = scratch(32), scratch(32), scratch(16), scratch(32)
     times, highest = f32(1) if paired and width == 8 else f32(2), f32(0)
     spread = times * sum_of_squares(x, 256) / f32(256)
-    store(scales, 0, splat(0.0))
+    store(scales, 0, words.splat(0.0))
     for i in range(256 // n):
         at, place = x + i * n * 4, i * n // width
         put_point_weights(weights, at, w + i * n * 4 if w != 0 else 0, n, spread)
-        store(levels, 0, splat(0.0))
+        store(levels, 0, words.splat(0.0))
         bits = put_sizes(sizes, at, weights, n, paired)
-        most = largest(maximum(load(sizes, 0), load(sizes, n - 16)))
+        most = words.largest(words.maximum(load(sizes, 0), load(sizes, n - 16)))
         enough, scale = most >= least, most / (f32(15) if width == 4 else f32(5))
         if enough and again == ALL:
-            scale = above(sizes, weights, n, 4, codes)
+            scale = words.above(sizes, weights, n, 4, codes)
             most = scale * f32(3)
         if enough and most > 0:
             scale = fit_points(
@@ -234,12 +205,12 @@ def fit_block(
         if scale < 0:
             bits, scale = ~bits, -scale
         for k in range(n // width):
-            put_short(numbers, place + k, entry_of(t, levels + k * width, width) >> 8)
+            words.put_short(numbers, place + k, entry_of(t, levels + k * width, width) >> 8)
         if n == 16:
-            put_short(signs, i, bits)
+            words.put_short(signs, i, bits)
         else:
-            put_word(signs, i, bits)
-        poke(scales, i, scale)
+            words.put_word(signs, i, bits)
+        words.poke(scales, i, scale)
         highest = max(highest, scale)
     return highest
 
@@ -248,16 +219,16 @@ def fit_block(
 def put_scales(y: int, levels: int, scales: int, highest: f32, by: f32) -> None:
     """The scale of a block in its first two bytes, times `by`, and the scales of its groups as levels 0 to 15."""
     d = highest / f32(31)
-    put_half(y, 0, d * by)
-    put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(15)))
+    words.put_half(y, 0, d * by)
+    words.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(15)))
 
 
 @code
 def put_nibbles(y: int, levels: int, n: int) -> None:
     """The low four bits of n bytes, two in each."""
     for i in range(n // 2):
-        both = short_at(levels, i)
-        put_byte(y, i, (both & 15) | (both >> 4 & 240))
+        both = words.short_at(levels, i)
+        words.put_byte(y, i, (both & 15) | (both >> 4 & 240))
 
 
 @part

@@ -2,22 +2,10 @@
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.legacy import q5_0
 from packtrain.types.room import packed
-from packtrain.types.words import (
-    Floats,
-    as_floats,
-    byte_at,
-    bytes_at,
-    fma,
-    load,
-    part,
-    pick,
-    splat,
-    spread_bits,
-    store,
-    total,
-)
+from packtrain.types.words import Floats, as_floats, byte_at, bytes_at, fma, load, part, pick, store
 
 # the sixteen values of a code, doubled
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -28,7 +16,7 @@ mxfp4, nvfp4 = packed("mxfp4", 39, 32, 17, instead=q5_0), packed("nvfp4", 40, 64
 def unit(power: int) -> Floats:
     """Half of 2 ** (power - 127), in every lane: denormal below 2."""
     small = (power < 2) * (0x200000 << (power & 1))
-    return as_floats(spread_bits(small | (power >= 2) * (power - 1) << 23))
+    return as_floats(words.spread_bits(small | (power >= 2) * (power - 1) << 23))
 
 
 @mxfp4.unpack
@@ -43,10 +31,10 @@ def unpack_mxfp4(y, x, n):
 
 @mxfp4.dot
 def dot_mxfp4(x, w, n):
-    values, a = load(E2M1, 0), splat(0.0)
+    values, a = load(E2M1, 0), words.splat(0.0)
     for i in range(0, n, 32):
         q = bytes_at(w, 1)
         v = pick(values, q) * load(x, i)
         a = fma(fma(pick(values, q >> 4), load(x, i + 16), v), unit(byte_at(w, 0)), a)
         w += 17
-    return total(a)
+    return words.total(a)

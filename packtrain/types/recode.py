@@ -6,29 +6,12 @@ rounded to the nearest. A group whose scale is 0 gets the codes of scale 1, whic
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.iq import NL, iq4_nl, iq4_xs
 from packtrain.types.k import q2_K, q3_K, q4_K, q5_K, q6_K, scale_and_least
 from packtrain.types.legacy import q4_0, q4_1, q5_0, q5_1, q8_0
 from packtrain.types.room import Dtype
-from packtrain.types.words import (
-    Floats,
-    Ints,
-    byte_at,
-    char_at,
-    code,
-    half_at,
-    load,
-    part,
-    pick,
-    put_bytes,
-    put_word,
-    rounded,
-    select_less,
-    set_lanes,
-    short_at,
-    spread_bits,
-    to_bits,
-)
+from packtrain.types.words import Floats, Ints, byte_at, code, half_at, load, part, pick, put_bytes
 
 f32 = np.float32
 APART = 1024
@@ -82,7 +65,7 @@ def nearest(x: int, lane: int, d: f32, low: f32, most: f32) -> Ints:
     """Codes 0 .. most of 16 values, from `lane` on, as code * d + low."""
     d = d if d != 0 else f32(1)
     moved = (load(x, lane) - low) / d + load(x + APART, lane)
-    return to_bits(rounded(moved, f32(0), most))
+    return words.to_bits(words.rounded(moved, f32(0), most))
 
 
 @part
@@ -90,7 +73,7 @@ def put_32(y: int, x: int, d: f32, low: f32, most: f32) -> int:
     """The low four bits of 32 codes; returns the fifth ones."""
     first, second = nearest(x, 0, d, low, most), nearest(x, 16, d, low, most)
     put_bytes(y, 0, (first & 15) | ((second & 15) << 4))
-    return set_lanes(first & 16) | (set_lanes(second & 16) << 16)
+    return words.set_lanes(first & 16) | (words.set_lanes(second & 16) << 16)
 
 
 @q4_0.recode
@@ -111,7 +94,7 @@ def recode_q4_1(y, x, n):
 def recode_q5_0(y, x, n):
     for b in range(n):
         to, d = y + b * 22, half_at(y + b * 22, 0)
-        put_word(to + 2, 0, put_32(to + 6, x + b * 128, d, d * f32(-16), f32(31)))
+        words.put_word(to + 2, 0, put_32(to + 6, x + b * 128, d, d * f32(-16), f32(31)))
 
 
 @q5_1.recode
@@ -119,7 +102,7 @@ def recode_q5_1(y, x, n):
     for b in range(n):
         to = y + b * 24
         fifth = put_32(to + 8, x + b * 128, half_at(to, 0), half_at(to, 1), f32(31))
-        put_word(to + 4, 0, fifth)
+        words.put_word(to + 4, 0, fifth)
 
 
 @q8_0.recode
@@ -164,9 +147,9 @@ def recode_q3_K(y, x, n):
     for b in range(n):
         to, at = y + b * 110, x + b * 1024
         for lane in range(2):
-            top = spread_bits(0)
+            top = words.spread_bits(0)
             for half in range(2):
-                i, low = half * 8 + lane, spread_bits(0)
+                i, low = half * 8 + lane, words.spread_bits(0)
                 for k in range(4):
                     c = code_3(to, at, i + 2 * k)
                     low = low | ((c & 3) << (2 * k))
@@ -193,7 +176,7 @@ def recode_q5_K(y, x, n):
     for b in range(n):
         to, at = y + b * 176, x + b * 1024
         for lane in range(0, 32, 16):
-            top = spread_bits(0)
+            top = words.spread_bits(0)
             for i in range(0, 8, 2):
                 d, m = scale_and_least(to, i)
                 e, least = scale_and_least(to, i + 1)
@@ -207,7 +190,7 @@ def recode_q5_K(y, x, n):
 @code
 def code_6(y: int, x: int, i: int) -> Ints:
     """Codes of the i-th 16 values of a q6_K block; 32 means zero."""
-    d = half_at(y + 208, 0) * f32(char_at(y, 192 + i))
+    d = half_at(y + 208, 0) * f32(words.char_at(y, 192 + i))
     return nearest(x + i * 64, 0, d, d * f32(-32), f32(63))
 
 
@@ -228,7 +211,7 @@ def recode_q6_K(y, x, n):
 
 @part
 def more_than(limit: f32, v: Floats) -> Floats:
-    return select_less(limit, v, f32(1), f32(0))
+    return words.select_less(limit, v, f32(1), f32(0))
 
 
 @code
@@ -240,9 +223,11 @@ def nearest_of_table(x: int, lane: int, d: f32) -> Ints:
     at = at + more_than(f32(-10), v) + more_than(f32(1), v) + more_than(f32(13), v)
     at = at + more_than(f32(25), v) + more_than(f32(38), v) + more_than(f32(53), v)
     at = at + more_than(f32(69), v) + more_than(f32(89), v)
-    low = to_bits(at)
+    low = words.to_bits(at)
     least, next = pick(values, low), pick(values, low + 1)
-    return to_bits(at + more_than(f32(0.5), (v - least) / (next - least) + load(x + APART, lane)))
+    return words.to_bits(
+        at + more_than(f32(0.5), (v - least) / (next - least) + load(x + APART, lane))
+    )
 
 
 @iq4_nl.recode
@@ -257,7 +242,7 @@ def recode_iq4_nl(y, x, n):
 def recode_iq4_xs(y, x, n):
     for b in range(n):
         to = y + b * 136
-        d, high = half_at(to, 0), short_at(to, 1)
+        d, high = half_at(to, 0), words.short_at(to, 1)
         for i in range(8):
             at, low = x + b * 1024 + i * 128, byte_at(to, 4 + i // 2) >> (i % 2 * 4)
             scale = d * f32(((low & 15) | ((high >> (i * 2) & 3) << 4)) - 32)

@@ -6,28 +6,11 @@ each group, in turn, 16, 8 or 4, as many as make 64. `scales` gives the groups' 
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.iq import NL, iq4_nl
 from packtrain.types.k import q4_K, q5_K, q6_K, scales_then_lows
 from packtrain.types.legacy import q4_0, q4_1, q5_0, q5_1, q8_0
-from packtrain.types.words import (
-    Codes,
-    bit_by_eight,
-    chars_at,
-    codes_where,
-    eight_times,
-    fours,
-    half_at,
-    halves,
-    high_of_sixteen,
-    look_up,
-    low_and_high,
-    low_of_sixteen,
-    part,
-    short_at,
-    sixteens,
-    to_floats,
-    twice_of_four,
-)
+from packtrain.types.words import Codes, bit_by_eight, fours, halves, part, short_at, sixteens
 
 # as bytes of two words, 128 added
 NL_LOW, NL_HIGH = map(int, (NL + 128).astype(np.uint8).view("<i8"))
@@ -39,7 +22,7 @@ def fifths(w: int, nbytes: int, i: int) -> Codes:
     at = w + 2 * i
     low = short_at(at, 0) | (short_at(at + nbytes, 0) << 16)
     high = short_at(at + 2 * nbytes, 0) | (short_at(at + 3 * nbytes, 0) << 16)
-    return codes_where(low | (high << 32), 16)
+    return words.codes_where(low | (high << 32), 16)
 
 
 @q4_0.codes(8, less=8)
@@ -100,7 +83,7 @@ def scales_q8_0(w):
 @iq4_nl.codes(128, less=128)
 def codes_iq4_nl(w, i):
     q = sixteens(w, 2, 18)
-    return look_up(q & 15 if i == 0 else q >> 4, NL_LOW, NL_HIGH)
+    return words.look_up(q & 15 if i == 0 else q >> 4, NL_LOW, NL_HIGH)
 
 
 @iq4_nl.scales
@@ -111,7 +94,7 @@ def scales_iq4_nl(w):
 @part
 def nibbles_of_eight(w: int, i: int) -> Codes:
     """Eight codes of each of the eight groups of a q4_K or q5_K block."""
-    return low_and_high(twice_of_four(w + 8 * i)) & 15
+    return words.low_and_high(words.twice_of_four(w + 8 * i)) & 15
 
 
 @q4_K.codes(15)
@@ -121,7 +104,7 @@ def codes_q4_K(w, i):
 
 @q5_K.codes(31)
 def codes_q5_K(w, i):
-    return nibbles_of_eight(w + 48, i) | (bit_by_eight(eight_times(w + 16 + 8 * i)) & 16)
+    return nibbles_of_eight(w + 48, i) | (bit_by_eight(words.eight_times(w + 16 + 8 * i)) & 16)
 
 
 @q4_K.scales
@@ -132,10 +115,10 @@ def scales_k(w):
 
 @q6_K.codes(32, less=32)
 def codes_q6_K(w, i):
-    low, high = low_of_sixteen(w + 4 * i), high_of_sixteen(w + 128 + 4 * i)
+    low, high = words.low_of_sixteen(w + 4 * i), words.high_of_sixteen(w + 128 + 4 * i)
     return (low & 15) | (high & 48)
 
 
 @q6_K.scales
 def scales_q6_K(w):
-    return to_floats(chars_at(w, 192)) * half_at(w, 104)
+    return words.to_floats(words.chars_at(w, 192)) * words.half_at(w, 104)

@@ -2,33 +2,11 @@
 
 import numpy as np
 
+from packtrain.types import words
 from packtrain.types.k import q4_K
 from packtrain.types.legacy import q4_0
 from packtrain.types.room import packed
-from packtrain.types.words import (
-    Ints,
-    absolute,
-    bytes_at,
-    code,
-    half_at,
-    lane_numbers,
-    largest,
-    load,
-    maximum,
-    part,
-    peek,
-    put_byte,
-    put_bytes,
-    put_half,
-    reciprocal,
-    select_less,
-    splat,
-    spread_bits,
-    store,
-    to_bits,
-    to_floats,
-    word_at,
-)
+from packtrain.types.words import Ints, code, part
 
 f32 = np.float32
 tq1_0 = packed("tq1_0", 34, 256, 54, smaller=q4_0)
@@ -42,56 +20,56 @@ LAST_POWERS = np.repeat(np.array([1, 3, 9, 27], f32), 4)
 @part
 def digit(q: Ints) -> Ints:
     """The first digit, -1 to 1, of a fraction of 256 in base three."""
-    return ((spread_bits(q) & 255) * 3 >> 8) - 1
+    return ((words.spread_bits(q) & 255) * 3 >> 8) - 1
 
 
 @tq1_0.unpack
 def unpack_tq1_0(y, x, n):
-    powers = to_bits(load(LAST_POWERS, 0))
+    powers = words.to_bits(words.load(LAST_POWERS, 0))
     for b in range(n):
         at, out = x + b * 54, b * 256
-        d = half_at(at, 26)
+        d = words.half_at(at, 26)
         for i in range(3):  # the first two sixteens take turns, the third is by itself
-            q = bytes_at(at, i * 16)
+            q = words.bytes_at(at, i * 16)
             first, step = (i * 16, 32) if i < 2 else (160, 16)
             for k in range(5):
-                store(y, out + first + k * step, to_floats(digit(q)) * d)
+                words.store(y, out + first + k * step, words.to_floats(digit(q)) * d)
                 q = q * 3
-        four = spread_bits(word_at(at + 48, 0)) >> ((lane_numbers() & 3) << 3)
-        store(y, out + 240, to_floats(digit((four & 255) * powers)) * d)
+        four = words.spread_bits(words.word_at(at + 48, 0)) >> ((words.lane_numbers() & 3) << 3)
+        words.store(y, out + 240, words.to_floats(digit((four & 255) * powers)) * d)
 
 
 @tq2_0.unpack
 def unpack_tq2_0(y, x, n):
     for b in range(n):
         at, out = x + b * 66, b * 256
-        d = half_at(at, 32)
+        d = words.half_at(at, 32)
         for i in range(0, 64, 16):
-            q, first = bytes_at(at, i), out + i // 32 * 128 + i % 32
+            q, first = words.bytes_at(at, i), out + i // 32 * 128 + i % 32
             for k in range(4):
-                store(y, first + k * 32, to_floats((q >> (2 * k) & 3) - 1) * d)
+                words.store(y, first + k * 32, words.to_floats((q >> (2 * k) & 3) - 1) * d)
 
 
 @code
 def furthest(x: int) -> f32:
     """The largest size of 256 values."""
-    size = splat(0.0)
+    size = words.splat(0.0)
     for i in range(0, 256, 16):
-        size = maximum(size, absolute(load(x, i)))
-    return largest(size)
+        size = words.maximum(size, words.absolute(words.load(x, i)))
+    return words.largest(size)
 
 
 @part
 def three(x: int, i: int, inverse: f32) -> Ints:
     """0 to 2: values times `inverse`, rounded to nearest, ties away from zero, plus one."""
-    v = load(x, i) * inverse
-    return to_bits(select_less(v, 0.5, select_less(-0.5, v, 1.0, 0.0), 2.0))
+    v = words.load(x, i) * inverse
+    return words.to_bits(words.select_less(v, 0.5, words.select_less(-0.5, v, 1.0, 0.0), 2.0))
 
 
 @part
 def fraction(q: Ints) -> Ints:
     """Five digits in base three as a fraction of 256, rounded up."""
-    return to_bits(to_floats(spread_bits(q) * 256 + 242) / 243.0)
+    return words.to_bits(words.to_floats(words.spread_bits(q) * 256 + 242) / 243.0)
 
 
 @tq1_0.pack
@@ -99,20 +77,20 @@ def pack_tq1_0(y, x, n):
     for b in range(n):
         to, at = y + b * 54, x + b * 1024
         d = furthest(at)
-        inverse = reciprocal(d)
-        put_half(to, 26, d)
+        inverse = words.reciprocal(d)
+        words.put_half(to, 26, d)
         for i in range(3):
             first, step = (i * 16, 32) if i < 2 else (160, 16)
-            q = spread_bits(0)
+            q = words.spread_bits(0)
             for k in range(5):
                 q = q * 3 + three(at, first + k * step, inverse)
-            put_bytes(to, i * 16, fraction(q))
+            words.put_bytes(to, i * 16, fraction(q))
         for i in range(4):
             four = 0
             for k in range(4):
-                v = peek(at, 240 + i + 4 * k) * inverse
+                v = words.peek(at, 240 + i + 4 * k) * inverse
                 four = four * 3 + 1 + (v >= f32(0.5)) - (v <= f32(-0.5))
-            put_byte(to, 48 + i, (four * 768 + 242) // 243)
+            words.put_byte(to, 48 + i, (four * 768 + 242) // 243)
 
 
 @tq2_0.pack
@@ -120,10 +98,10 @@ def pack_tq2_0(y, x, n):
     for b in range(n):
         to, at = y + b * 66, x + b * 1024
         d = furthest(at)
-        inverse = reciprocal(d)
-        put_half(to, 32, d)
+        inverse = words.reciprocal(d)
+        words.put_half(to, 32, d)
         for i in range(0, 64, 16):
-            q, first = spread_bits(0), i // 32 * 128 + i % 32
+            q, first = words.spread_bits(0), i // 32 * 128 + i % 32
             for k in range(4):
                 q = q | (three(at, first + k * 32, inverse) << (2 * k))
-            put_bytes(to, i, q)
+            words.put_bytes(to, i, q)

@@ -6,42 +6,11 @@ blocks of a row.
 
 import numpy as np
 
-from packtrain.types.k import (
-    put_scale_bits,
-    q2_K,
-    q3_K,
-    q4_K,
-    q5_K,
-    q6_K,
-    scale_and_least,
-)
+from packtrain.types import words
+from packtrain.types.k import put_scale_bits, q2_K, q3_K, q4_K, q5_K, q6_K, scale_and_least
 from packtrain.types.k_small import put_2, put_3, put_six_bits, settle
 from packtrain.types.legacy import q4_0, q4_1, q5_0, q5_1
-from packtrain.types.words import (
-    Ints,
-    above,
-    char_at,
-    code,
-    even,
-    extreme,
-    half_at,
-    load,
-    part,
-    peek,
-    poke,
-    put_byte,
-    put_bytes,
-    put_half,
-    put_word,
-    scratch,
-    set_lanes,
-    sloped,
-    spread_bits,
-    sqrt,
-    store,
-    to_bits,
-    whole,
-)
+from packtrain.types.words import Ints, code, load, part, peek, poke, put_bytes, put_half, scratch
 
 f32 = np.float32
 FIRST, STEP, TRIALS = f32(-0.9), f32(0.05), 36  # of lines
@@ -62,7 +31,7 @@ def weigh(to: int, x: int, w: int, n: int, spread: f32) -> f32:
     found = f32(0)
     for i in range(0, n, 16):
         v = load(x, i)
-        store(to, i, load(w, i) * sqrt(v * v + spread))
+        words.store(to, i, load(w, i) * words.sqrt(v * v + spread))
     for i in range(n):
         found += peek(to, i)
     return found
@@ -74,9 +43,9 @@ def weigh(to: int, x: int, w: int, n: int, spread: f32) -> f32:
 @part
 def put_32(y: int, codes: int) -> int:
     """The low four bits of 32 codes; returns the fifth ones."""
-    first, second = to_bits(load(codes, 0)), to_bits(load(codes, 16))
+    first, second = words.to_bits(load(codes, 0)), words.to_bits(load(codes, 16))
     put_bytes(y, 0, (first & 15) | ((second & 15) << 4))
-    return set_lanes(first & 16) | (set_lanes(second & 16) << 16)
+    return words.set_lanes(first & 16) | (words.set_lanes(second & 16) << 16)
 
 
 @q4_0.weigh
@@ -85,7 +54,7 @@ def weigh_q4_0(y, x, w, n):
     for b in range(n):
         to, at = y + b * 18, x + b * 128
         weigh(weights, at, w + b * 128, 32, spread)
-        put_half(to, 0, even(at, weights, 32, 8, codes))
+        put_half(to, 0, words.even(at, weights, 32, 8, codes))
         put_32(to + 2, codes)
 
 
@@ -95,8 +64,8 @@ def weigh_q5_0(y, x, w, n):
     for b in range(n):
         to, at = y + b * 22, x + b * 128
         weigh(weights, at, w + b * 128, 32, spread)
-        put_half(to, 0, even(at, weights, 32, 16, codes))
-        put_word(to + 2, 0, put_32(to + 6, codes))
+        put_half(to, 0, words.even(at, weights, 32, 16, codes))
+        words.put_word(to + 2, 0, put_32(to + 6, codes))
 
 
 @q4_1.weigh
@@ -105,7 +74,7 @@ def weigh_q4_1(y, x, w, n):
     for b in range(n):
         to, at = y + b * 20, x + b * 128
         weigh(weights, at, w + b * 128, 32, spread)
-        scale, low = sloped(at, weights, 32, 15, codes, FIRST, STEP, TRIALS, 0)
+        scale, low = words.sloped(at, weights, 32, 15, codes, FIRST, STEP, TRIALS, 0)
         put_half(to, 0, scale)
         put_half(to, 1, low)
         put_32(to + 4, codes)
@@ -117,10 +86,10 @@ def weigh_q5_1(y, x, w, n):
     for b in range(n):
         to, at = y + b * 24, x + b * 128
         weigh(weights, at, w + b * 128, 32, spread)
-        scale, low = sloped(at, weights, 32, 31, codes, FIRST, STEP, TRIALS, 0)
+        scale, low = words.sloped(at, weights, 32, 31, codes, FIRST, STEP, TRIALS, 0)
         put_half(to, 0, scale)
         put_half(to, 1, low)
-        put_word(to + 4, 0, put_32(to + 8, codes))
+        words.put_word(to + 4, 0, put_32(to + 8, codes))
 
 
 # ---- blocks with parts -------------------------------------------------------------------------------------------
@@ -136,12 +105,12 @@ def weigh_q2_K(y, x, w, n):
         for i in range(16):
             group = at + i * 64
             poke(sums, i, weigh(weights, group, w + b * 1024 + i * 64, 16, spread))
-            scale, low = sloped(group, weights, 16, 3, codes + i * 64, FIRST, STEP, TRIALS, 0)
+            scale, low = words.sloped(group, weights, 16, 3, codes + i * 64, FIRST, STEP, TRIALS, 0)
             poke(scales, i, scale)
             poke(lows, i, -low)
-        put_half(to, 40, above(scales, sums, 16, 15, numbers))
-        put_half(to, 41, above(lows, sums, 16, 15, scales))
-        put_bytes(to, 0, to_bits(load(numbers, 0)) | (to_bits(load(scales, 0)) << 4))
+        put_half(to, 40, words.above(scales, sums, 16, 15, numbers))
+        put_half(to, 41, words.above(lows, sums, 16, 15, scales))
+        put_bytes(to, 0, words.to_bits(load(numbers, 0)) | (words.to_bits(load(scales, 0)) << 4))
         put_2(to, at, codes)
 
 
@@ -155,8 +124,8 @@ def weigh_q3_K(y, x, w, n):
         for i in range(16):
             group = at + i * 64
             poke(sums, i, weigh(weights, group, w + b * 1024 + i * 64, 16, spread))
-            poke(scales, i, even(group, weights, 16, 4, codes + i * 64))
-        put_half(to, 54, even(scales, sums, 16, 32, numbers))
+            poke(scales, i, words.even(group, weights, 16, 4, codes + i * 64))
+        put_half(to, 54, words.even(scales, sums, 16, 32, numbers))
         put_six_bits(to, numbers)
         put_3(to, at, codes)
 
@@ -170,11 +139,11 @@ def put_weighed_scales(y: int, x: int, w: int, most: int, codes: int) -> None:
     for i in range(8):
         group = x + i * 128
         poke(sums, i, weigh(weights, group, w + i * 128, 32, spread))
-        scale, low = sloped(group, weights, 32, most, codes + i * 128, FIRST, STEP, TRIALS, 0)
+        scale, low = words.sloped(group, weights, 32, most, codes + i * 128, FIRST, STEP, TRIALS, 0)
         poke(scales, i, scale)
         poke(lows, i, -low)
-    put_half(y, 0, above(scales, sums, 8, 63, numbers))
-    put_half(y, 1, above(lows, sums, 8, 63, lowest))
+    put_half(y, 0, words.above(scales, sums, 8, 63, numbers))
+    put_half(y, 1, words.above(lows, sums, 8, 63, lowest))
     for i in range(4):
         scale, scale_4 = int(peek(numbers, i)), int(peek(numbers, i + 4))
         put_scale_bits(y, i, scale, int(peek(lowest, i)), scale_4, int(peek(lowest, i + 4)))
@@ -187,7 +156,7 @@ def put_weighed_scales(y: int, x: int, w: int, most: int, codes: int) -> None:
 
 @part
 def sixteen(codes: int, i: int) -> Ints:
-    return to_bits(load(codes, i))
+    return words.to_bits(load(codes, i))
 
 
 @q4_K.weigh
@@ -209,7 +178,7 @@ def weigh_q5_K(y, x, w, n):
         to = y + b * 176
         put_weighed_scales(to, x + b * 1024, w + b * 1024, 31, codes)
         for lane in range(0, 32, 16):
-            top = spread_bits(0)
+            top = words.spread_bits(0)
             for i in range(0, 8, 2):
                 at = i * 32 + lane
                 low, high = sixteen(codes, at), sixteen(codes, at + 32)
@@ -239,16 +208,16 @@ def weigh_q6_K(y, x, w, n):
         to, at = y + b * 210, x + b * 1024
         for i in range(16):
             group = i * 64
-            poke(scales, i, even(at + group, w + b * 1024 + group, 16, 32, codes + group))
-        furthest = extreme(scales, 16)
+            poke(scales, i, words.even(at + group, w + b * 1024 + group, 16, 32, codes + group))
+        furthest = words.extreme(scales, 16)
         if abs(furthest) < f32(1e-15):
             for i in range(210):
-                put_byte(to, i, 0)
+                words.put_byte(to, i, 0)
             continue
         inverse = f32(-128) / furthest
         put_half(to, 104, f32(1) / inverse)
         for i in range(16):
-            put_byte(to, 192 + i, whole(inverse * peek(scales, i), 127))
-            d = half_at(to, 104) * f32(char_at(to, 192 + i))
+            words.put_byte(to, 192 + i, words.whole(inverse * peek(scales, i), 127))
+            d = words.half_at(to, 104) * f32(words.char_at(to, 192 + i))
             settle(codes + i * 64, at + i * 64, d, f32(0), f32(-32), f32(31))
         put_6(to, codes)

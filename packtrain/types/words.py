@@ -1,4 +1,4 @@
-"""Placeholders for functions of compiled code: `from packtrain.types.words import load, half_at`.
+"""Placeholders for functions of compiled code: `from packtrain.types.words import load`, or `words.half_at`.
 
 Files in types/ write kernel functions with names that `kernels.simd`, `bits` and `codes` define. Nothing here loads
 numba: a Word is an empty object until kernels are compiled, and then tells numba what it means.
@@ -46,7 +46,7 @@ class Codes:
     """The type of 64 bytes in one register."""
 
 
-ASKED: dict[str, Word] = {}  # names used in types/
+ASKED: dict[str, Word] = {}  # placeholders by name
 
 
 def part(function: Callable[..., Any]) -> Any:

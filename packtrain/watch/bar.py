@@ -20,7 +20,8 @@ class Bar:
         self.line = rich.progress.Progress(
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("{task.description}", table_column=cut, markup=False),
-            console=Console(file=stream, force_terminal=True),
+            # emoji: a table that would be loaded when the first line is drawn, inside a plan's memory
+            console=Console(file=stream, force_terminal=True, emoji=False),
             auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,

@@ -39,6 +39,7 @@ class History:
 
     train, valid  the curves
     now           the last value of each number
+    computed      tokens, with prompts and padding
     best          the lowest loss and its step; best_valid: the same of validation
     end           the record of the end, once there is one
     """
@@ -56,6 +57,7 @@ class History:
         self.train, self.valid = Series(TRAIN), Series(VALID)
         self.step = self.damaged = 0
         self.now = dict[str, float]()
+        self.computed = 0.0
         self.best, self.best_valid = (math.nan, 0), (math.nan, 0)  # loss and its step
         self.end: dict[str, float] | None = None
 
@@ -98,6 +100,8 @@ class History:
             found |= {"low": loss, "high": loss, "bad": 0.0 if math.isfinite(loss) else 1.0}
             self.train.add(found, version)
             self.best = lower(self.best, loss, self.step)
+            speed = found.get("positions_per_second", 0.0)  # 0 in a fit of datapoints
+            self.computed += speed * (found.get("seconds", 0.0) - self.now.get("seconds", 0.0))
         if "val_loss" in found:
             self.valid.add(found, version)
             self.best_valid = lower(self.best_valid, found["val_loss"], self.step)
@@ -122,6 +126,7 @@ class History:
         """The row of a table: plain data, None where unknown."""
         now, end, known = self.now, self.end or {}, self.about.get
         seconds, steps = now.get("seconds"), known("steps")
+        tokens = self.computed or now.get("tokens")
         found = {
             "name": self.name,
             "state": self.state(),
@@ -134,7 +139,7 @@ class History:
             "val_loss": now.get("val_loss"),
             "best_val_loss": self.best_valid[0],
             "best_val_step": self.best_valid[1],
-            "tokens_per_second": now["tokens"] / seconds if seconds and "tokens" in now else None,
+            "tokens_per_second": tokens / seconds if seconds and tokens else None,
             "seconds": seconds,
             "left": seconds / self.step * (steps - self.step) if seconds and steps and self.step else None,
             "changed": self.changed,

@@ -361,7 +361,8 @@ function drawCharts() {
   }
   const share = (value) => (value == null ? "–" : `${(100 * value).toFixed(1)} %`);
   chart("accuracy", "Validation accuracy", "", share).show(each("valid", "val_accuracy", { dots: true }));
-  chart("speed", "Trained tokens per second", "", number).show(each("train", "tokens_per_second"));
+  const speed = (run) => (run.curves.train.positions_per_second?.some((one) => one != null) ? "positions_per_second" : "tokens_per_second");
+  chart("speed", "Tokens per second", "", number).show(shown.map((run) => curve(run, "train", speed(run))));
   if (!charts.rate) at("charts").append(at("memory")); // beside the speed
   chart("rate", "Learning rate", "", short).show(each("train", "lr"));
   chart("norm", "Norm of the gradients", "", short).show(each("train", "grad_norm"));
@@ -397,6 +398,7 @@ function drawHead() {
   const best = (value, step) => (value == null ? "" : `best ${loss(value)}, step ${number(step)}`);
   const none = run.state === "running" ? "none yet" : "";
   const peak = page.memory?.peak ?? run.peak_bytes;
+  const limit = run.about?.budget_bytes;
   at("figures").replaceChildren(
     ...[
       figure("step", number(run.step), of),
@@ -404,8 +406,8 @@ function drawHead() {
       figure("loss", loss(run.loss), best(run.best_loss, run.best_step)),
       figure("validation loss", loss(run.val_loss), best(run.best_val_loss, run.best_val_step) || none),
       figure("learning rate", short(run.curves.train.lr?.at(-1))),
-      figure("tokens/s", number(run.tokens_per_second), run.tokens == null ? "" : `${number(run.tokens)} tokens`),
-      figure("memory", sizeText(peak || null), run.planned_bytes ? `peak; planned ${sizeText(run.planned_bytes)}` : ""),
+      figure("tokens/s", number(run.tokens_per_second), run.tokens == null ? "" : `${number(run.tokens)} learnt`),
+      figure("memory", sizeText(peak || null), ["peak", run.planned_bytes && `plan ${sizeText(run.planned_bytes)}`, limit && `limit ${sizeText(limit)}`].filter(Boolean).join(", ")),
     ].map((parts) => make("div", {}, ...parts)),
   );
 }
@@ -416,7 +418,7 @@ const COLUMNS = [
   ["best", (run) => loss(run.best_loss), "best_loss"],
   ["val", (run) => loss(run.val_loss)],
   ["best", (run) => loss(run.best_val_loss), "best_val_loss"],
-  ["tokens", (run) => number(run.tokens)],
+  ["learnt", (run) => number(run.tokens)],
   ["tokens/s", (run) => number(run.tokens_per_second)],
   ["time", (run) => clock(run.seconds)],
   ["last record", (run) => (run.changed ? ago(page.now - run.changed) : "–")],
@@ -487,11 +489,11 @@ function drawRun() {
   const row = (kind, name, nbytes, why) =>
     make("tr", { class: kind }, make("td", {}, name), make("td", { class: "number" }, sizeText(nbytes)), make("td", {}, why));
   const rows = (run.about?.rows ?? []).map(([name, nbytes, why]) => row("", name, nbytes, why));
-  if (run.planned_bytes) rows.push(row("total", "planned", run.planned_bytes, ""));
+  if (run.planned_bytes) rows.push(row("total", "plan", run.planned_bytes, ""));
   const peak = page.memory?.peak || run.peak_bytes;
-  if (peak) rows.push(row("", "peak", peak, run.planned_bytes ? `${((100 * peak) / run.planned_bytes).toFixed(1)} % of what was planned` : ""));
+  if (peak) rows.push(row("", "peak", peak, run.planned_bytes ? `${((100 * peak) / run.planned_bytes).toFixed(1)} % of the plan` : ""));
   if (page.memory && !page.end) rows.push(row("", "now", page.memory.now, "private memory of the process"));
-  if (run.about?.budget_bytes) rows.push(row("", "budget", run.about.budget_bytes, "--memory"));
+  if (run.about?.budget_bytes) rows.push(row("", "limit", run.about.budget_bytes, "--memory"));
   at("bytes").replaceChildren(make("tbody", {}, ...rows));
   const settings = Object.entries(run.settings).filter(([, value]) => value !== "");
   const key = JSON.stringify(settings);

@@ -9,28 +9,37 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Self, TextIO
 
 import numpy as np
 
-ALIKE = 0.05  # share of positions not trained on, below which one speed is shown
 PLAIN_SECONDS = 10.0  # between progress lines where they cannot be redrawn
+MakeBar = Callable[[int], Any]  # the number of steps -> a bar
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, the least important last
 
 
 class ProgressLine:
     """Progress of a run of `steps` steps. Losses and speeds are means over the last `report_every` steps."""
 
-    def __init__(self, stream: TextIO, steps: int, planned_nbytes: int, report_every: int) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        steps: int,
+        planned_nbytes: int,
+        report_every: int,
+        limit_nbytes: int | None = None,
+        bar: Any = None,
+    ) -> None:
+        """bar: what draws the line, a `watch.bar.Bar` or a notebook's; by default one for a terminal."""
         self.stream, self.steps, self.report_every = stream, steps, report_every
-        self.planned_nbytes = planned_nbytes
-        self.bar = bar_module().Bar(stream, steps) if redraws(stream) else None
+        self.planned_nbytes, self.limit_nbytes = planned_nbytes, limit_nbytes
+        self.bar = bar or (bar_module().Bar(stream, steps) if redraws(stream) else None)
         self.recent: deque[Mapping[str, Any]] = deque(maxlen=report_every)
         self.began: tuple[int, float] | None = None  # the first step shown, and when it ended
-        self.val = ""
+        self.val, self.val_step = "", 0  # the last validation, and the step before it
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
         """Show this step if it is due: the first, the last, or after `report_every` steps or 0.2 seconds."""
@@ -39,7 +48,7 @@ class ProgressLine:
         self.began = self.began or (step, now)
         self.recent.append(record)
         if "val_loss" in record:
-            self.val = validation_text(record)
+            self.val, self.val_step = validation_text(record), step
         if self.bar is not None:
             if outermost or now >= self.bar.due:
                 parts = self._parts(step, now, peak_nbytes)
@@ -53,22 +62,20 @@ class ProgressLine:
     def _parts(self, step: int, now: float, peak_nbytes: int) -> dict[str, str]:
         """The parts of a line, in the order of a plain one; empty where unknown."""
         last = self.recent[-1]
-        learnt = [record["tokens_per_second"] for record in self.recent]
-        every = [r.get("positions_per_second", r["tokens_per_second"]) for r in self.recent]
-        speed = speed_text(statistics.harmonic_mean(every), statistics.harmonic_mean(learnt))
+        speeds = [r.get("positions_per_second", r["tokens_per_second"]) for r in self.recent]
         first_step, first_time = self.began or (step, now)
         per_step = (now - first_time) / max(step - first_step, 1)
-        memory = f"{peak_nbytes / 2**20:,.0f} of {self.planned_nbytes / 2**20:,.0f} MiB"
+        old = f" (step {self.val_step})" if self.val and self.val_step < step else ""
         return {
             "step": f"{step}/{self.steps}",
             "loss": f"loss {mean_text([record['loss'] for record in self.recent])}",
-            "val": self.val,
+            "val": f"{self.val}{old}",
             "pairs": pairs_text(self.recent),
             "lr": f"lr {last['lr']:.1e}",
             "norm": f"norm {last['grad_norm']:.3g}",
-            "speed": speed,
+            "speed": speed_text(statistics.harmonic_mean(speeds)),
             "eta": f"eta {clock(per_step * (self.steps - step))}" if step > first_step else "",
-            "memory": f"memory {memory}",
+            "memory": memory_text(peak_nbytes, self.planned_nbytes, self.limit_nbytes),
         }
 
     def say(self, text: str) -> None:
@@ -114,16 +121,18 @@ def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
 class Work:
     """A progress line of other work: redrawn on a terminal, printed every PLAIN_SECONDS elsewhere."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, make_bar: MakeBar | None = None) -> None:
         self.stream = stream
+        self.redraws = make_bar is not None or redraws(stream)
+        self.make_bar = make_bar or (lambda total: bar_module().Bar(stream, total))
         self.bar: Any = None
         self.due = time.monotonic() + PLAIN_SECONDS
 
     def tell(self, done: int, total: int, *parts: str) -> None:
         now = time.monotonic()
         with suppress(OSError):  # the work outlives the terminal
-            if redraws(self.stream):
-                self.bar = self.bar or bar_module().Bar(self.stream, total)
+            if self.redraws:
+                self.bar = self.bar or self.make_bar(total)
                 if done == total or now >= self.bar.due:
                     self.bar.draw(done, parts)
             elif now >= self.due:
@@ -149,16 +158,16 @@ def redraws(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
-def same_speed(positions: float, learnt: float) -> bool:
-    """Whether nearly all positions are trained on, so that one speed is enough."""
-    return abs(positions - learnt) <= ALIKE * positions
+def speed_text(tokens_per_second: float) -> str:
+    """Speed by all tokens that are computed, prompts and padding included."""
+    return f"{tokens_per_second:,.0f} tokens/s"
 
 
-def speed_text(positions: float, learnt: float) -> str:
-    """Both speeds: positions count padding and prompts, too; learnt tokens are those in the loss."""
-    if same_speed(positions, learnt):
-        return f"{positions:,.0f} tokens/s"
-    return f"{positions:,.0f} positions/s, {learnt:,.0f} learnt tokens/s"
+def memory_text(peak_nbytes: int, planned_nbytes: int, limit_nbytes: int | None = None) -> str:
+    """`memory: peak 612, plan 640, limit 1,024 MiB`; without --memory there is no limit."""
+    parts = {"peak": peak_nbytes, "plan": planned_nbytes, "limit": limit_nbytes}
+    named = (f"{name} {n / 2**20:,.0f}" for name, n in parts.items() if n is not None)
+    return f"memory: {', '.join(named)} MiB"
 
 
 def mean_text(losses: list[float]) -> str:

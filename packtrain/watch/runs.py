@@ -55,7 +55,7 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
         "run",
         "state",
         "step",
-        "tokens",
+        "learnt",
         "loss",
         "best",
         "val",

@@ -1,0 +1,146 @@
+"""After a tuning run: held-out questions answered by base and tuned model, what is said of them, and what is kept."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import packtrain as pt
+from packtrain.cli import main
+from packtrain.commands.shown import Shown
+from packtrain.commands.side_by_side import MIN_WIDTH, side_by_side
+from packtrain.tasks import behaviour
+from packtrain.tasks.behaviour import MAX_TOKENS, CheckedAnswer, findings
+from tests.architectures import random_model
+from tests.kill import chats, words
+
+FEW = [
+    "--batch-size",
+    "2",
+    "--lr",
+    "0.01",
+    "--val-split",
+    "0.2",
+    "--no-tensorboard",
+    "--iters",
+    "2",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("behaviour")
+    (made / "chats.jsonl").write_text(chats())
+    (made / "text.txt").write_text(words(3000))
+    random_model(made / "base.gguf", "llama tied")
+    return made
+
+
+def tuned(folder: Path, output: Path, *more: str, data: str = "chats.jsonl") -> int:
+    given = [str(folder / "base.gguf"), "--data", str(folder / data), "-o", str(output), *FEW]
+    return main(["finetune", *given, *more])
+
+
+@pytest.mark.parametrize("merge", ["plain", "none"])
+def test_held_out_questions_are_answered_shown_and_kept(folder, tmp_path, capsys, merge):
+    assert tuned(folder, tmp_path / "a.gguf", "--merge", merge) == 0
+    said = capsys.readouterr().err
+    kept = json.loads((tmp_path / "a.run/answers.json").read_text())
+    assert [answer["question"] for answer in kept] == [
+        f"what is the {x}" for x in ("sun", "ice", "sea")
+    ]
+    assert [answer["reference"][:6] for answer in kept] == ["the su", "the ic", "the se"]
+    assert {answer["tuned_ended"] for answer in kept} <= {"end", "loop", "count", "context"}
+    assert [answer["tuned"] for answer in kept] != [answer["base"] for answer in kept]
+    assert "held-out question 1 of 3: what is the sun\n  data: the su" in said
+    # resumed when it is finished: the same answers again, or as many as are now asked for
+    assert (
+        main(["finetune", "-o", str(tmp_path / "a.gguf"), "--resume", "--check-answers", "2"]) == 0
+    )
+    assert json.loads((tmp_path / "a.run/answers.json").read_text()) == kept[:2]
+    assert (
+        main(["finetune", "-o", str(tmp_path / "a.gguf"), "--resume", "--check-answers", "0"]) == 0
+    )
+    assert not (tmp_path / "a.run/answers.json").exists()
+
+
+def test_the_library_returns_the_answers(folder, tmp_path):
+    how = {"batch_size": 2, "iters": 2, "val_split": 0.2, "tensorboard": False, "merge": "none"}
+    how |= {"output": tmp_path / "a.gguf", "check_answers": 1}
+    done = pt.finetune(folder / "base.gguf", folder / "chats.jsonl", **how)
+    (answer,) = done.answers
+    assert answer.question == "what is the sun" and answer.tuned and answer.base_ended
+
+
+def test_running_text_and_prompts_that_are_trained_on_have_no_questions(folder, tmp_path, capsys):
+    assert tuned(folder, tmp_path / "a.gguf", "--merge", "none", data="text.txt") == 0
+    assert tuned(folder, tmp_path / "b.gguf", "--merge", "none", "--no-mask-prompt") == 0
+    assert "held-out question" not in capsys.readouterr().err
+
+
+def test_a_check_that_does_not_fit_the_budget_is_left_out(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("packtrain.context.room.REST", 1 << 40)
+    assert tuned(folder, tmp_path / "a.gguf", "--merge", "none", "--memory", "200MiB") == 0
+    said = capsys.readouterr().err
+    assert (
+        "no held-out questions are answered: a context of" in said
+        and (tmp_path / "a.gguf").exists()
+    )
+
+
+def test_ctrl_c_ends_the_check_and_not_the_result(folder, tmp_path, capsys, monkeypatch):
+    replies = behaviour._replies
+
+    def stop_first(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from replies(*given)
+
+    monkeypatch.setattr(behaviour, "_replies", stop_first)
+    assert tuned(folder, tmp_path / "a.gguf", "--merge", "none") == 0
+    assert (
+        "stopped while answering held-out questions; the result is complete"
+        in capsys.readouterr().err
+    )
+    assert (tmp_path / "a.gguf").exists() and not (tmp_path / "a.run/answers.json").exists()
+
+
+ANSWER = CheckedAnswer("What now?", "This.", "base " * 60, "count", "tuned " * 60, "end", 3)
+
+
+def test_columns_stand_beside_each_other_where_there_is_room() -> None:
+    wide = [*side_by_side([ANSWER], MIN_WIDTH)]
+    assert (
+        wide[2].startswith("  base (no end, cut at 200 tokens)")
+        and "│ tuned (ended by itself)" in wide[2]
+    )
+    assert "base base" in wide[3] and "tuned tuned" in wide[3]
+    narrow = [*side_by_side([ANSWER], 60)]
+    assert narrow.index("  tuned (ended by itself)") > narrow.index(
+        "  base (no end, cut at 200 tokens)"
+    )
+    for lines, width in ((wide, MIN_WIDTH), (narrow, 60)):
+        assert max(map(len, lines)) <= width
+    escape = replace(ANSWER, tuned="\x1b[31mred", question="\x1b[2J")
+    assert not any("\x1b" in line for line in side_by_side([escape], 60))
+
+
+def test_answers_without_an_end_are_named_with_the_change_that_helps() -> None:
+    loop, long = replace(ANSWER, tuned_ended="loop"), replace(ANSWER, tuned_ended="count")
+    assert [*findings([ANSWER])] == []
+    (line,) = findings([loop, long, ANSWER])
+    assert line.startswith(
+        "2 of 3 tuned answers, 1 of them repeating themselves, did not end: more --epochs"
+    )
+    assert [
+        *findings([replace(long, reference_tokens=MAX_TOKENS)])
+    ] == []  # the data's is long, too
+    (line,) = findings([replace(ANSWER, tuned=ANSWER.base)])
+    assert line.startswith("the tuned model answers as the base does")
+
+
+def test_a_log_gets_one_column(capsys: pytest.CaptureFixture[str]) -> None:
+    Shown().answers([ANSWER])
+    assert "│" not in capsys.readouterr().err

@@ -25,13 +25,14 @@ from pathlib import Path
 import numpy as np
 
 import packtrain as pt
+from benchmarks.online import best_fit
 from packtrain import kernels
 from packtrain.errors import InputError
 from packtrain.files import atomic_file, check_writable, existing
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import AdamW, training
-from packtrain.packing import Packing, best_fit, clash, height, lower_bound, packings
+from packtrain.packing import Packing, clash, height, lower_bound, packings
 from packtrain.placing import Placed
 from packtrain.planning import size_text
 from packtrain.planning.lifetimes import storages

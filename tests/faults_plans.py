@@ -9,12 +9,13 @@ import numpy as np
 from pytest import MonkeyPatch
 
 import packtrain as pt
+from benchmarks import online
 from packtrain import overlap
 from packtrain.backends import caching
 from packtrain.backends.host import Host
 from packtrain.copies import Copies
 from packtrain.ops import shape
-from packtrain.packing import online, pack
+from packtrain.packing import pack
 from packtrain.placing import Placed
 from packtrain.planning import Plan, lifetimes
 from packtrain.recompute import block

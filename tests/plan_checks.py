@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 import packtrain as pt
+from benchmarks.online import best_fit
 from packtrain import backends, ops
 from packtrain.backends import Host, Target
-from packtrain.packing import best_fit, height, lower_bound
+from packtrain.packing import height, lower_bound
 from packtrain.placing import BARRIER
 from packtrain.planning.order import needed_before
 from packtrain.planning.plan import Packer, Plan

@@ -65,11 +65,7 @@ def with_toy(folder: Path) -> Path:
     """A copy of packtrain that has the toy, too: a module, and its name in a list."""
     there = copy_package(folder) / "models/arch"
     (there / "toy.py").write_text(MODULE)
-    edit(
-        there / "__init__.py",
-        ("    starcoder2,\n)", "    starcoder2,\n    toy,\n)"),
-        (", smollm3)", ", smollm3, toy)"),
-    )
+    edit(there / "__init__.py", (' "smollm3",\n)', ' "smollm3", "toy",\n)'))
     return folder
 
 

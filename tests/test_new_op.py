@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.copied import copy_package, edit, link_tests, own_cache, python_in
+from tests.copied import (
+    SOURCE,
+    copy_package,
+    edit,
+    link_tests,
+    own_cache,
+    packtrain_in,
+    python_in,
+)
 
 ROOM = '''"""A smooth relu."""
 
@@ -128,6 +136,19 @@ def copy_with_op(folder: Path) -> Path:
     return folder
 
 
+def copy_with_example(folder: Path) -> Path:
+    """The package with the op that CONTRIBUTING.md shows, added as it says, and the tests."""
+    page = (SOURCE.parent / "CONTRIBUTING.md").read_text()
+    (room,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    home = copy_package(folder)
+    (home / "ops/expm1.py").write_text(room)
+    (line,) = re.findall(r"`(from packtrain\.ops\.expm1 import expm1)`", page)
+    first, name = "from packtrain.ops.functions import (\n", '    "experts", '
+    edit(home / "ops/__init__.py", (first, f"{line}\n{first}"), (name, f'{name}"expm1", '))
+    link_tests(folder)
+    return folder
+
+
 def outcomes(
     folder: Path, cache: dict[str, str], files: tuple[str, ...] = CHECKS, chosen: str = CHOSEN
 ) -> dict[str, str]:
@@ -148,6 +169,21 @@ def test_one_room_and_its_name_are_an_op(tmp_path: Path, cache: dict[str, str]) 
     }
     used = python_in(folder, "-c", USE, **cache, NUMBA_NUM_THREADS="4")
     assert used.returncode == 0, used.stderr
+
+
+def test_the_example_of_the_page_for_contributors_works(
+    tmp_path: Path, cache: dict[str, str]
+) -> None:
+    folder = copy_with_example(tmp_path)
+    said = outcomes(folder, cache, CHECKS[:2], CHOSEN.replace("toy_plus", "expm1"))
+    assert set(said.values()) == {"PASSED"} and {f"{t}[expm1]" for t in TESTS} <= {*said}, said
+    checked = packtrain_in(folder, "check expm1", **cache)
+    assert checked.returncode == 0 and "expm1                f32      cpu" in checked.stdout
+    edit(folder / "packtrain/ops/expm1.py", ('@expm1.kernel("cpu", strided=True)\n', ""))
+    checked = packtrain_in(folder, "check expm1", **cache)
+    assert checked.returncode == 1
+    assert "expm1 has no kernel for cpu, and nothing was checked there" in checked.stderr
+    assert "no kernel of" not in checked.stderr  # NumPy's did not run in its place
 
 
 @pytest.mark.parametrize(

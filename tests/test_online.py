@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from packtrain.packing import Allocator, NoSpace, best_fit
-from packtrain.packing.online import BARRIER, Use, follow
+from benchmarks.online import BARRIER, Allocator, NoSpace, Use, best_fit, follow
 
 FULL = 1000  # bytes of the allocators below
 

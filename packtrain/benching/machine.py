@@ -19,17 +19,10 @@ from packtrain.version import __version__
 
 # names of LLVM, and ours; those of other processors are not there
 FEATURES = {
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx512vnni": "VNNI",
-    "avxvnni": "AVX-VNNI",
-    "avx512bf16": "bf16",
-    "amx-tile": "AMX",
-    "amx-bf16": "AMX bf16",
-    "amx-int8": "AMX int8",
-    "neon": "NEON",
-    "sve": "SVE",
-}
+    "avx2": "AVX2", "avx512f": "AVX-512", "avx512vnni": "VNNI", "avxvnni": "AVX-VNNI",
+    "avx512bf16": "bf16", "amx-tile": "AMX", "amx-bf16": "AMX bf16", "amx-int8": "AMX int8",
+    "neon": "NEON", "sve": "SVE",
+}  # fmt: skip
 PACKAGES = "numpy", "numba", "torch"
 ROUNDS, TURNS = 30, 50_000  # the loop of multiply-adds is so short that others rarely interrupt it
 TRIES = 150  # of it

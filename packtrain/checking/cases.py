@@ -1,6 +1,7 @@
 """All checks of one op, or of a function composed of ops."""
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -40,6 +41,7 @@ MANY = 10_000  # elements from which a gradient is checked once
 STRAIGHT = {"matmul_stored"}  # whose gradient is that of a function without the rounding
 FLOAT64 = "float64"  # the specification itself, in place of a backend
 VALUE, SLOPE, PEER = "value", "gradient", "PyTorch"
+NO_KERNEL = "no kernel"  # the case of a backend on which place would run NumPy's
 
 
 class Found(NamedTuple):
@@ -58,6 +60,8 @@ class Found(NamedTuple):
         return self.error <= self.limit
 
     def __str__(self) -> str:
+        if self.case == NO_KERNEL:
+            return f"{self.op} has no kernel for {self.backend}, and nothing was checked there"
         return (
             f"{self.op} {self.case}, {self.dtype} on {self.backend}: {self.check} off by {self.error:.3g},"
             f" allowed {self.limit:g}"
@@ -76,11 +80,21 @@ def trained(name: str) -> bool:
 
 def check(name: str, among: Sequence[Backend], seed: int = 0) -> Iterator[Found]:
     """Every check of an op or function: see `checked_values`, `checked_slopes` and `checked_peers`."""
-    yield from checked_values(name, among, seed)
+    able = [backend for backend in among if has_kernel(name, backend)]
+    for backend in (one for one in among if one not in able):
+        yield Found(name, "f32", backend.name, VALUE, NO_KERNEL, math.inf, 0.0)
+    yield from checked_values(name, able, seed)
     if trained(name):
         yield from checked_slopes(name)
     if has_torch():
         yield from checked_peers(name)
+
+
+def has_kernel(name: str, backend: Backend) -> bool:
+    """Whether the backend computes an op by itself; functions and views need no kernel of their own."""
+    if name in FUNCTIONS or not OPS[name].kernels:
+        return True
+    return all(backend.kernel(OPS[name], sample.inputs) for sample in samples(name))
 
 
 def drawn(name: str) -> Sequence[Drawn]:

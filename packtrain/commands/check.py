@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.backends import DEVICES, target
-from packtrain.checking.cases import Found, check, names
+from packtrain.checking.cases import NO_KERNEL, Found, check, names
 from packtrain.checking.table import lines, page, plain
 from packtrain.commands import DONE, FAILED, say
 from packtrain.errors import InputError
@@ -51,7 +51,7 @@ def run(settings: Check) -> int:
         write_text(settings.markdown, page(found))
     failed = [one for one in found if not one.passed]
     for one in failed:
-        say(f"beyond tolerance: {one}")
+        say(str(one) if one.case == NO_KERNEL else f"beyond tolerance: {one}")
     return FAILED if failed else DONE
 
 

@@ -25,15 +25,9 @@ AUTO = "auto"
 TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
 # llama.cpp accepts no others, nor what is no weight: biases, and decays and skips of scans
 ALWAYS_F32 = (
-    "_norm.weight",
-    "ffn_gate_inp.weight",
-    "ffn_gate_inp_shexp.weight",
-    "position_embd.weight",
-    FILTERS,
-    SCAN_FILTERS,
-    "altup_correct_coef.weight",
-    "altup_predict_coef.weight",
-)
+    "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight",
+    FILTERS, SCAN_FILTERS, "altup_correct_coef.weight", "altup_predict_coef.weight",
+)  # fmt: skip
 HALF_MOST = 65_504.0
 
 

@@ -11,19 +11,10 @@ from packtrain.models.arch.given import Given
 CONFIG = "config.json"
 LANGUAGE = ("language_model.model.", "model.language_model.")  # prefixes in vision models
 OTHERS = (
-    "vision_tower.",
-    "vision_model.",
-    "visual.",
-    "model.visual.",
-    "mtp.",
-    "model.mtp.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-    "model.audio_tower.",
-    "model.embed_vision.",
-    "model.embed_audio.",
-)
+    "vision_tower.", "vision_model.", "visual.", "model.visual.", "mtp.", "model.mtp.",
+    "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+    "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+)  # fmt: skip
 UNUSED = ".rotary_emb.inv_freq"  # computed from the config
 
 

@@ -30,14 +30,9 @@ SPECIAL = {
 }  # names in the checkpoint and in GGUF
 # of Gemma 4: special, but to be seen in answers, where thoughts and calls are read
 SHOWN = (
-    "<|channel>",
-    "<channel|>",
-    "<|tool_call>",
-    "<tool_call|>",
-    "<|tool_response>",
-    "<tool_response|>",
-    '<|"|>',
-)
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
+    "<tool_response|>", '<|"|>',
+)  # fmt: skip
 CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # control tokens that some folders call normal
 
 

@@ -8,31 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from packtrain.backends import HOST
+from packtrain.design import plans
 from packtrain.design.depth import even, reached, with_blocks
-from packtrain.design.estimate import (
-    GraphEstimate,
-    StepEstimate,
-    by_chunk,
-    chain,
-    estimated,
-)
+from packtrain.design.estimate import GraphEstimate, StepEstimate, by_chunk, chain, estimated
 from packtrain.design.forms import CHUNKS
-from packtrain.design.plans import (
-    EVALUATE,
-    MEASURE,
-    MICRO,
-    UPDATE,
-    blocks_in,
-    build_graph,
-    counted,
-    is_mapped,
-    leaves,
-    loop_nbytes,
-    names,
-    passed_over,
-    passing_nbytes,
-    runs,
-)
+from packtrain.design.plans import EVALUATE, MEASURE, MICRO, UPDATE, blocks_in, build_graph, runs
 from packtrain.design.request import CALL_NBYTES, Request
 from packtrain.design.shape import CHUNK, StepShape
 from packtrain.models.config import Config
@@ -84,7 +64,7 @@ class Drafts:
             return self._sizes(shape)
         if shape.twice:
             return self._going_back_twice(shape)
-        below = passed_over(shape.config, shape.base)
+        below = plans.passed_over(shape.config, shape.base)
         two, three = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
         under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
         each = zip(two, three, under, strict=True)
@@ -105,17 +85,19 @@ class Drafts:
         return StepEstimate(found.leaves, max(arena, whole.beside), *found[2:])
 
     def _sizes(self, shape: StepShape) -> StepEstimate:
-        parts = {name: self._graph(name, shape) for name in names(shape)}
+        parts = {name: self._graph(name, shape) for name in plans.names(shape)}
         samples, within = self._of_samples(shape), (blocks_in(shape), MEASURE)
         every = [*parts.values(), *samples]
         # a first pass recomputes as the second does, and needs no more
         others = [*(part for name, part in parts.items() if name not in within), *samples]
         found = {name: leaf for part in every for name, leaf in part.leaves.items()}.values()
         inside, target = parts[blocks_in(shape)], self.request.target
-        nbytes = counted(shape, found, target, self.space)
+        nbytes = plans.counted(shape, found, target, self.space)
         nbytes += rooms_nbytes(shape.ranks, self.space)
         if self.space == HOST:
-            nbytes += passing_nbytes((t for t in found if not is_mapped(shape, t)), target)
+            nbytes += plans.passing_nbytes(
+                (t for t in found if not plans.is_mapped(shape, t)), target
+            )
         return StepEstimate(
             nbytes,
             inside.arena,
@@ -174,7 +156,7 @@ class Drafts:
         target = self.request.target
         if target.uniform:
             return self.space == target.space
-        blocks = (leaf for name, leaf in leaves(shape)[0].items() if name.startswith("blk."))
+        blocks = (leaf for name, leaf in plans.leaves(shape)[0].items() if name.startswith("blk."))
         return any(target.home(leaf).space == self.space for leaf in blocks)
 
     def recomputes(self, shape: StepShape) -> bool:
@@ -206,7 +188,7 @@ class Drafts:
         kept = self.request.before(self.space) + int(sizes.leaves) + int(sizes.pool)
         if self.space != HOST:
             return kept
-        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls)
+        return kept + CALL_NBYTES * calls + plans.loop_nbytes(shape, calls)
 
 
 def repeats(shape: StepShape) -> int:

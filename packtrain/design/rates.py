@@ -43,10 +43,7 @@ class Kept:
 
 
 def rates(
-    again: bool,
-    say: Callable[[str], None],
-    types: Collection[Dtype] = (),
-    target: Target = CPU,
+    again: bool, say: Callable[[str], None], types: Collection[Dtype] = (), target: Target = CPU
 ) -> Rates:
     """The cached rates of this backend and number of threads; measured if missing, or if `again`.
 

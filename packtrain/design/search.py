@@ -18,13 +18,7 @@ from packtrain.design.plans import EVALUATE, MEASURE, MICRO, blocks_in
 from packtrain.design.request import Request
 from packtrain.design.shape import StepShape
 from packtrain.optim import Optimizer, leaner
-from packtrain.recompute import (
-    ALWAYS,
-    NEVER,
-    spaced,
-    spacing,
-    uniform,
-)
+from packtrain.recompute import ALWAYS, NEVER, spaced, spacing, uniform
 
 ROUNDS, MORE_ROUNDS = 3, 6  # choices built for a shape; more where another space must hold it, too
 SLACK = 0.03  # relative error of estimates

@@ -18,10 +18,7 @@ NEARLY_ALL = 0.95  # share of learnt tokens from which they are not counted apar
 
 
 def as_data(
-    plans: Plans,
-    seconds: float,
-    budget: int | None = None,
-    minimum: int | None = None,
+    plans: Plans, seconds: float, budget: int | None = None, minimum: int | None = None
 ) -> dict[str, Any]:
     """The plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest.arena(plans.target.space)
@@ -44,11 +41,7 @@ def as_data(
     }
     limits = plans.target.limits
     apart: dict[str, Any] = {
-        s: {
-            "bytes": plans.nbytes_in(s),
-            "pool_bytes": plans.pool_nbytes(s),
-            "limit": limits.get(s),
-        }
+        s: {"bytes": plans.nbytes_in(s), "pool_bytes": plans.pool_nbytes(s), "limit": limits.get(s)}
         for s in plans.spaces
     }
     if apart:

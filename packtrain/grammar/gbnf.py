@@ -5,21 +5,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from packtrain.errors import InputError
-from packtrain.grammar.nodes import (
-    EVERY,
-    SURROGATES,
-    Chars,
-    Choice,
-    Name,
-    Node,
-    Repeat,
-    Rules,
-    Sequence,
-    Token,
-    merged,
-    names_in,
-    ordered,
-)
+from packtrain.grammar import nodes
+from packtrain.grammar.nodes import EVERY, SURROGATES, Chars, Name, Node, Repeat, Rules, Sequence
 
 WORD, INTEGER = re.compile(r"[a-zA-Z0-9-]+"), re.compile(r"[0-9]+")
 SPACE, LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
@@ -66,7 +53,7 @@ class _Reader:
 
     def check(self, rules: Rules) -> None:
         for rule in rules.values():
-            for name in names_in(rule):
+            for name in nodes.names_in(rule):
                 if name.rule not in rules:
                     self.fail(f"there is no rule {name.rule}", name.at)
         if "root" not in rules:
@@ -78,14 +65,14 @@ class _Reader:
             self.check_left(first, own)
 
     def check_depth(self, rules: Rules) -> None:
-        seen, path = {"root"}, [iter(names_in(rules["root"]))]
+        seen, path = {"root"}, [iter(nodes.names_in(rules["root"]))]
         while path:
             name = next((name for name in path[-1] if name.rule not in seen), None)
             if name is None:
                 path.pop()
                 continue
             seen.add(name.rule)
-            path.append(iter(names_in(rules[name.rule])))
+            path.append(iter(nodes.names_in(rules[name.rule])))
             if len(path) > MOST_CHAIN:
                 self.fail(f"rules name one another more than {MOST_CHAIN} deep", name.at)
 
@@ -131,7 +118,7 @@ class _Reader:
             self.space(True)
             parts.append(self.sequence(inside))
         self.depth -= 1
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else nodes.Choice(tuple(parts))
 
     def sequence(self, inside: bool) -> Node:
         parts: list[Node] = []
@@ -216,7 +203,7 @@ class _Reader:
                 high = self.char()
             ranges.append((low, high))
         self.at += 1
-        found = merged(ranges, negated)
+        found = nodes.merged(ranges, negated)
         if not found:
             self.fail("the brackets hold no character")
         return Chars(found)
@@ -229,7 +216,7 @@ class _Reader:
         id = int(number) if number else self.token_id(given.lstrip("!"))
         if id is None or id >= self.size:
             self.fail(f"the vocabulary has no token {given.lstrip('!')}", begun)
-        return Token(id, given.startswith("!"))
+        return nodes.Token(id, given.startswith("!"))
 
     def repeat(self, part: Node, inside: bool) -> Node:
         sign = self.peek()
@@ -275,7 +262,7 @@ def begins(node: Node, empty: dict[str, bool]) -> list[Name]:
     """The rules with which a text of this node can begin."""
     if isinstance(node, Name):
         return [node]
-    if isinstance(node, Choice):
+    if isinstance(node, nodes.Choice):
         return [name for part in node.parts for name in begins(part, empty)]
     if isinstance(node, Repeat):
         return begins(node.part, empty)
@@ -293,14 +280,14 @@ def is_empty(node: Node, empty: dict[str, bool]) -> bool:
         return empty[node.rule]
     if isinstance(node, Repeat):
         return not node.least or is_empty(node.part, empty)
-    if isinstance(node, Choice):
+    if isinstance(node, nodes.Choice):
         return any(is_empty(part, empty) for part in node.parts)
     return isinstance(node, Sequence) and all(is_empty(part, empty) for part in node.parts)
 
 
 def nullable(rules: Rules) -> dict[str, bool]:
     """Which rules have the empty text."""
-    found, order = dict.fromkeys(rules, False), ordered(rules)
+    found, order = dict.fromkeys(rules, False), nodes.ordered(rules)
     while True:
         before = sum(found.values())
         for name in order:

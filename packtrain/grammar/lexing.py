@@ -7,18 +7,8 @@ lexeme has ended, a character that may follow it and that continues another one 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from packtrain.grammar.nodes import (
-    Chars,
-    Choice,
-    Lexeme,
-    Name,
-    Node,
-    Ranges,
-    Repeat,
-    Rules,
-    Sequence,
-    Token,
-)
+from packtrain.grammar import nodes
+from packtrain.grammar.nodes import Choice, Lexeme, Name, Node, Ranges, Repeat, Rules, Sequence
 
 MOST_PLACES, MOST_STATES = 3000, 3000
 ANY = -1  # in place of a lexeme: any character
@@ -55,7 +45,7 @@ class Automaton:
     def span(self, node: Node, owner: int) -> Span:
         if isinstance(node, Name):
             return self.span(self.rules[node.rule], owner)
-        if isinstance(node, Chars):
+        if isinstance(node, nodes.Chars):
             if len(self.ranges) == MOST_PLACES:
                 raise TooLarge
             self.ranges.append(node.ranges)
@@ -194,7 +184,7 @@ def head(node: Node, heads: Heads) -> tuple[set[int], bool]:
     """The lexemes with which a node begins, and whether it can be empty."""
     if isinstance(node, Lexeme):
         return {node.number}, node.empty
-    if isinstance(node, Token):
+    if isinstance(node, nodes.Token):
         return {ANY} if node.other else set(), False
     if isinstance(node, Name):
         return heads[node.rule]

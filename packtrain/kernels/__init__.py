@@ -18,16 +18,9 @@ __all__ = [
 
 # kernel modules for generation, for training, for experts, and for writing quantized files
 WRITING = (
-    "attention_cells",
-    "choosing",
-    "elementwise",
-    "matmul",
-    "norm",
-    "packed",
-    "rope",
-    "rounded",
+    "attention_cells", "choosing", "elementwise", "matmul", "norm", "packed", "rope", "rounded",
     "rows",
-)
+)  # fmt: skip
 # plus those of the optimizer
 LEARNING = (*WRITING, "attention", "attention_back", "cast", "loss", "packing", "reduce")
 EXPERTS = ("experts", "softmax")

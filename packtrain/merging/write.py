@@ -9,19 +9,12 @@ from packtrain.files import atomic_path
 from packtrain.gguf import Entry, Value, tensor_nbytes
 from packtrain.merging.calibrated import Done, additions, calibrate
 from packtrain.merging.reading import Batched, Reading
+from packtrain.models import merge
 from packtrain.models.adapted import Scaled
 from packtrain.models.adapter import Adapter
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import SUFFIXES, Lora
-from packtrain.models.merge import (
-    InBlocks,
-    Rows,
-    merged,
-    recodable,
-    stored_type,
-    stored_with,
-    write_changed,
-)
+from packtrain.models.merge import InBlocks, Rows, merged, recodable, stored_type, stored_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +112,7 @@ class Merge:
             first = stored_with(self.base.gguf, self.aware)
 
         def write(to: Path) -> None:
-            write_changed(
+            merge.write_changed(
                 *(to, self.base.gguf, first),
                 name=name, dtype=self.dtype, types=self.types, more=self.more, done=done,
             )  # fmt: skip

@@ -5,23 +5,13 @@ from dataclasses import dataclass, replace
 
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32
-from packtrain.models import written
+from packtrain.models import transformer, written
 from packtrain.models.cache import lines
 from packtrain.models.config import Config
 from packtrain.models.part import Attend, Mixer, Weights
 from packtrain.models.rounding import rounded
 from packtrain.models.shapes import HEAD_BIAS
-from packtrain.models.transformer import (
-    delta_rule,
-    for_head,
-    head,
-    logits,
-    output_norm,
-    rope_tables,
-    rule_of,
-    scan_rule,
-    stream,
-)
+from packtrain.models.transformer import delta_rule, for_head, head, logits, output_norm, rule_of
 from packtrain.tensor import Tensor, input, named, state
 
 STATES = 2  # of a sequence: the one that a run reads, and the one that it writes
@@ -113,7 +103,7 @@ def generation(
         scales = config.lora.inputs().items()
         w = {**w, **{name: input(name, (time, len(owners))) for owners, name in scales}}
     mixer = in_cells(config, cache, pos, line, handles)
-    *_, h = stream(config, w, tokens, pos, mixer, cache.context)
+    *_, h = transformer.stream(config, w, tokens, pos, mixer, cache.context)
     last = ops.get_rows(h, wanted_rows)
     return output_norm(exact, w, last) if hidden else logits(exact, w, last), handles
 
@@ -143,7 +133,7 @@ def in_cells(
 
     def scan(i: int, x: Tensor, delta: Tensor, a: Tensor, skip: Tensor) -> Tensor:
         given = x, delta, a, skip, line, *ends
-        groups = scan_rule(config)["groups"]
+        groups = transformer.scan_rule(config)["groups"]
         handle, y = ops.ssm_scan_cells(states[f"s.{i}"], *given, groups=groups)
         handles.append(handle)
         return y
@@ -221,7 +211,8 @@ def moving(config: Config, w: Weights, count: int, cache: Cache) -> list[Tensor]
     names = "from", "to", "by"
     inputs = {p: [input(p + n, (count,), i32) for n in names] for p in cache.pools(config)}
     turns = {
-        p: rope_tables(config, w, by, cache.context, turn=True) for p, (*_, by) in inputs.items()
+        p: transformer.rope_tables(config, w, by, cache.context, turn=True)
+        for p, (*_, by) in inputs.items()
     }
     for i in range(config.block_count):
         pool, rope = cache.pool(config, i), config.rope_of(i)

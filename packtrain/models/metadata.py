@@ -11,18 +11,13 @@ import numpy as np
 from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
+from packtrain.models import mixtures
 from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
 from packtrain.models.keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
 from packtrain.models.kinds import FEED_FORWARD, PER_LAYER, kind_keys, kinds
 from packtrain.models.mixers import LATENT, mixer_keys, mixing
-from packtrain.models.mixtures import (
-    EXPERT_WIDTH,
-    expert_sizes,
-    feed_forward_length,
-    mixture,
-    weight_keys,
-)
+from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, feed_forward_length, mixture
 
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
 WINDOW = "attention.sliding_window"
@@ -251,7 +246,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
         **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},
         **{f"{arch}.{key}": value for key, value in _factor_keys(config).items()},
-        **{f"{arch}.{key}": value for key, value in weight_keys(config).items()},
+        **{f"{arch}.{key}": value for key, value in mixtures.weight_keys(config).items()},
     }
 
 

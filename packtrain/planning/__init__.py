@@ -5,13 +5,6 @@ from packtrain.planning.plan import Arena, Buffer, Place, Plan, make_plan, size_
 from packtrain.planning.verify import PlanError, verify
 
 __all__ = [
-    "Arena",
-    "Buffer",
-    "Place",
-    "Plan",
-    "PlanError",
-    "least_order",
-    "make_plan",
-    "size_text",
+    "Arena", "Buffer", "Place", "Plan", "PlanError", "least_order", "make_plan", "size_text",
     "verify",
-]
+]  # fmt: skip

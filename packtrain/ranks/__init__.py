@@ -11,17 +11,6 @@ from packtrain.ranks.launch import free_port, launch
 from packtrain.ranks.world import ALONE, World, assumed, here, joined, rank, several
 
 __all__ = [
-    "ALONE",
-    "BUCKET",
-    "World",
-    "assumed",
-    "check_device",
-    "free_port",
-    "here",
-    "joined",
-    "launch",
-    "part_of",
-    "rank",
-    "rooms_nbytes",
-    "several",
-]
+    "ALONE", "BUCKET", "World", "assumed", "check_device", "free_port", "here", "joined", "launch",
+    "part_of", "rank", "rooms_nbytes", "several",
+]  # fmt: skip

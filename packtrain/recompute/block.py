@@ -16,22 +16,13 @@ from packtrain.cost import Rates
 from packtrain.packing import alive
 from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
-from packtrain.recompute.choice import (
-    ALIGNMENT,
-    INPUT,
-    NEVER,
-    Built,
-    Choice,
-    Inner,
-    Option,
-    is_away,
-    put_away,
-)
+from packtrain.recompute import choice
+from packtrain.recompute.choice import ALIGNMENT, INPUT, NEVER, Choice, Inner, Option, is_away
 from packtrain.recompute.front import Kept, least_again
 from packtrain.recompute.middle import SAMPLED, Middle, backward_steps, costs_nothing, middle
 from packtrain.tensor import Call
 
-Build = Callable[[int, Choice | None], Built]
+Build = Callable[[int, Choice | None], choice.Built]
 
 
 class BlockCosts:
@@ -121,7 +112,7 @@ class BlockCosts:
         what is kept away."""
         plain = tuple((place, 0) for place in keep)
         near = [plain, *((*plain, (cut, 1)) for cut in self._middle.cuts if cut not in keep)]
-        return [*near, *map(put_away, near)] if self.offload else near
+        return [*near, *map(choice.put_away, near)] if self.offload else near
 
     def saved(self, way: Inner) -> int:
         """Bytes of the space that a way keeps, in addition to the block's input."""

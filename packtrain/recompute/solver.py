@@ -73,12 +73,7 @@ class ChainSolver:
     """
 
     def __init__(
-        self,
-        block: BlockCosts,
-        count: int,
-        head_work: int,
-        options: Sequence[Option],
-        nbytes: int,
+        self, block: BlockCosts, count: int, head_work: int, options: Sequence[Option], nbytes: int
     ) -> None:
         self.block, self.count = block, count
         self.nbytes, self.unit = nbytes, max(nbytes / SLOTS, 1.0)

@@ -13,17 +13,9 @@ from packtrain.words import did_you_mean
 
 # tfs_z stands where llama.cpp had it until it was removed
 ORDER = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "tfs_z",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
+    "penalties", "dry", "top_n_sigma", "top_k", "tfs_z", "typ_p", "top_p", "min_p", "xtc",
     "temperature",
-)
+)  # fmt: skip
 ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical": "typ_p"}
 BIAS = re.compile(r"(\d+)([+-])(.+)")
 MOST = 1e30  # with larger ones sums are no longer finite

@@ -39,16 +39,9 @@ def _facts(prepared: Ready) -> dict[str, Any]:
 
 # settings that a resumed run may change, but that decide which steps and validations there are
 CHANGING = (
-    "steps_per_eval",
-    "val_batches",
-    "patience",
-    "past",
-    "delta",
-    "max_no_improvement",
-    "grad_tol",
-    "force_reshuffle",
-    "zero",
-)
+    "steps_per_eval", "val_batches", "patience", "past", "delta", "max_no_improvement", "grad_tol",
+    "force_reshuffle", "zero",
+)  # fmt: skip
 
 
 def _named(name: str, prepared: Ready) -> str:

@@ -9,18 +9,8 @@ from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.generation import Limits, Reply
 from packtrain.settings import option
-from packtrain.tasks.speak import (
-    CONTEXT,
-    MOST_SEED,
-    Generated,
-    Speaking,
-    cells,
-    drafter,
-    grammar_of,
-    load_generator,
-    opened,
-    written,
-)
+from packtrain.tasks import speak
+from packtrain.tasks.speak import CONTEXT, MOST_SEED, Generated, Speaking, cells, drafter, opened
 from packtrain.tasks.warm import warm
 from packtrain.template import ChatTemplate, choose_template, template_named, template_source
 from packtrain.training.settings import CHAT_TEMPLATE
@@ -52,7 +42,7 @@ class Talk:
         settings.check()
         model = opened(settings, events.message)
         self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
-        self._grammar = grammar_of(settings, self._tokenizer)
+        self._grammar = speak.grammar_of(settings, self._tokenizer)
         metadata = model.gguf.metadata
         asked = settings.chat_template and template_named(settings.chat_template)
         taken = choose_template(metadata, template_source(metadata), asked)
@@ -64,7 +54,7 @@ class Talk:
         if settings.warmup:
             warm(model, events)
         self._drafter = drafter(settings, model, self.cells)
-        self._generator = load_generator(settings, model, self.cells)
+        self._generator = speak.load_generator(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0
         self.max_tokens = settings.n_predict
         self.messages: list[dict[str, str]] = []
@@ -122,4 +112,4 @@ class Talk:
         sampling = self._settings.sampling
         how = self._drafter, self._settings.draft_max, self._grammar
         reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *how)
-        return written(reply, seed, self._events)
+        return speak.written(reply, seed, self._events)

@@ -15,18 +15,8 @@ from packtrain.models.cache import SEQUENCES
 from packtrain.models.config import Config
 from packtrain.sampling import Sampling
 from packtrain.settings import option
-from packtrain.tasks.speak import (
-    CONTEXT,
-    MOST_SEED,
-    Generated,
-    Speaking,
-    cells,
-    drafter,
-    grammar_of,
-    load_generator,
-    opened,
-    written,
-)
+from packtrain.tasks import speak
+from packtrain.tasks.speak import CONTEXT, MOST_SEED, Generated, Speaking, cells, drafter, opened
 from packtrain.tasks.warm import warm
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import Rule, check_idle
@@ -82,13 +72,13 @@ def generate(settings: Generate, events: Events) -> Generated:
     _check_beams(settings)
     model = opened(settings, events.message)
     tokenizer = model.tokenizer()
-    grammar = grammar_of(settings, tokenizer)
+    grammar = speak.grammar_of(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
     if settings.warmup:
         warm(model, events)
     sequences = max(settings.parallel, settings.num_beams)
     size, most = _sizes(settings, len(ids), sequences, model.config, events)
-    generator = load_generator(settings, model, most, sequences=sequences, longest=size)
+    generator = speak.load_generator(settings, model, most, sequences=sequences, longest=size)
     seed = settings.drawn_seed()
     if settings.num_beams:
         return searched(settings, generator.context, tokenizer, ids, prompt, events)
@@ -104,7 +94,7 @@ def generate(settings: Generate, events: Events) -> Generated:
         reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *how)
         if settings.display_prompt:
             events.text(prompt)
-        return written(reply, seed, events)
+        return speak.written(reply, seed, events)
 
 
 def _sizes(

@@ -8,12 +8,6 @@ from packtrain.template.chat import ChatTemplate, TemplateError, template_source
 from packtrain.template.families import CHATML, SOURCES, Chosen, choose_template, template_named
 
 __all__ = [
-    "CHATML",
-    "SOURCES",
-    "ChatTemplate",
-    "Chosen",
-    "TemplateError",
-    "choose_template",
-    "template_named",
-    "template_source",
-]
+    "CHATML", "SOURCES", "ChatTemplate", "Chosen", "TemplateError", "choose_template",
+    "template_named", "template_source",
+]  # fmt: skip

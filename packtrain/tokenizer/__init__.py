@@ -18,16 +18,6 @@ from packtrain.tokenizer.table import (
 from packtrain.tokenizer.tokenizer import Stream, Tokenizer
 
 __all__ = [
-    "BYTE",
-    "CONTROL",
-    "END_TEXTS",
-    "KEYS",
-    "NORMAL",
-    "NO_ID",
-    "UNKNOWN",
-    "USER_DEFINED",
-    "Stream",
-    "Tokenizer",
-    "TokenizerError",
-    "encode_all",
-]
+    "BYTE", "CONTROL", "END_TEXTS", "KEYS", "NORMAL", "NO_ID", "UNKNOWN", "USER_DEFINED", "Stream",
+    "Tokenizer", "TokenizerError", "encode_all",
+]  # fmt: skip

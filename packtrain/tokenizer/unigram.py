@@ -6,18 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.tokenizer import table
 from packtrain.tokenizer.compiled import Tables
-from packtrain.tokenizer.table import (
-    KEYS,
-    NORMAL,
-    UNUSED,
-    USER_DEFINED,
-    TokenizerError,
-    TokenTable,
-    flag,
-    numbers,
-    texts,
-)
+from packtrain.tokenizer.table import KEYS, NORMAL, UNUSED, USER_DEFINED, TokenizerError, flag
 
 SPACE = "\u2581".encode()
 MATCHED = (NORMAL, USER_DEFINED, UNUSED)  # kinds of tokens that texts are divided into
@@ -32,10 +23,10 @@ class Unigrams:
     eos = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        tokens = texts(metadata, "tokens")
-        kinds = numbers(metadata, "token_type", len(tokens)).astype(int)
-        scores = numbers(metadata, "scores", len(tokens)).astype(np.float32)
-        self.table = TokenTable(metadata, tokens, kinds, eos=1, unk=2)
+        tokens = table.texts(metadata, "tokens")
+        kinds = table.numbers(metadata, "token_type", len(tokens)).astype(int)
+        scores = table.numbers(metadata, "scores", len(tokens)).astype(np.float32)
+        self.table = table.TokenTable(metadata, tokens, kinds, eos=1, unk=2)
         if self.table.unk is None:
             raise TokenizerError(
                 f"the vocabulary has no unknown token; {KEYS}unknown_token_id must name one"

@@ -5,19 +5,8 @@ arXiv 2405.04434, 2412.19437. Blocks after the last, which guess more tokens, ar
 
 from typing import Any
 
-from packtrain.models.arch.architecture import (
-    BETAS,
-    CHOICE,
-    EXPERT_KEYS,
-    EXPERT_MATRICES,
-    FEED_FORWARD,
-    FFN_NORM,
-    SHARED,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import CHOICE, FFN_NORM, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -114,11 +103,11 @@ def _third(given: Given) -> bool:
 
 
 KEYS = {
-    **EXPERT_KEYS, **BETAS, MULTIPLIER: 0.0, "attention.q_lora_rank": 0, "attention.kv_lora_rank": None,
-    "attention.key_length_mla": None, "attention.value_length_mla": None, "expert_feed_forward_length": None,
-    "expert_shared_count": None, "leading_dense_block_count": 0, "expert_gating_func": 0, "expert_group_count": 0,
-    "expert_group_used_count": 0, "expert_weights_scale": 0.0, "expert_weights_norm": False,
-    "nextn_predict_layers": 0,
+    **architecture.EXPERT_KEYS, **architecture.BETAS, MULTIPLIER: 0.0, "attention.q_lora_rank": 0,
+    "attention.kv_lora_rank": None, "attention.key_length_mla": None, "attention.value_length_mla": None,
+    "expert_feed_forward_length": None, "expert_shared_count": None, "leading_dense_block_count": 0,
+    "expert_gating_func": 0, "expert_group_count": 0, "expert_group_used_count": 0, "expert_weights_scale": 0.0,
+    "expert_weights_norm": False, "nextn_predict_layers": 0,
 }  # fmt: skip
 ARCHITECTURE = Architecture(
     "deepseek2",
@@ -139,10 +128,14 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-            ATTENTION | FFN_NORM | ROUTER | FEED_FORWARD | SHARED,
+            ATTENTION | FFN_NORM | ROUTER | architecture.FEED_FORWARD | architecture.SHARED,
             keys,
             Experts(
-                EXPERT_MATRICES, ("n_routed_experts", 64), ("num_experts_per_tok", 8), WIDTH, others
+                architecture.EXPERT_MATRICES,
+                ("n_routed_experts", 64),
+                ("num_experts_per_tok", 8),
+                WIDTH,
+                others,
             ),
             usual=usual,
             optional=optional,

@@ -2,16 +2,8 @@
 
 from dataclasses import replace
 
-from packtrain.models.arch import ernie4_5
-from packtrain.models.arch.architecture import (
-    BLOCK,
-    CHOICE,
-    EXPERT_MATRICES,
-    SHARED,
-    Architecture,
-    Experts,
-    Keys,
-)
+from packtrain.models.arch import architecture, ernie4_5
+from packtrain.models.arch.architecture import CHOICE, EXPERT_MATRICES, Architecture, Experts, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -58,7 +50,7 @@ ARCHITECTURE = Architecture(
         replace(
             family,
             classes=("Ernie4_5_MoeForCausalLM",),
-            block=BLOCK | ROUTER | SHARED,
+            block=architecture.BLOCK | ROUTER | architecture.SHARED,
             keys=keys,
             experts=Experts(EXPERT_MATRICES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, others),
             ends={"e_score_correction_bias": "e_score_correction.bias"},

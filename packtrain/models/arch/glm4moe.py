@@ -4,19 +4,8 @@ arXiv 2508.06471; the weights of the chosen experts add up to a factor. Blocks a
 are not used.
 """
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    BIASES,
-    CHOICE,
-    EXPERT_MATRICES,
-    FEED_FORWARD,
-    HEAD_NORMS,
-    SHARED,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import BIASES, CHOICE, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -73,10 +62,15 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("Glm4MoeForCausalLM",),
-            ATTENTION | HEAD_NORMS | FFN_NORM | ROUTER | FEED_FORWARD | SHARED,
+            architecture.ATTENTION
+            | architecture.HEAD_NORMS
+            | FFN_NORM
+            | ROUTER
+            | architecture.FEED_FORWARD
+            | architecture.SHARED,
             keys,
             Experts(
-                EXPERT_MATRICES,
+                architecture.EXPERT_MATRICES,
                 ("n_routed_experts", 128),
                 ("num_experts_per_tok", 8),
                 WIDTH,

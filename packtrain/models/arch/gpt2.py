@@ -1,14 +1,7 @@
 """GPT-2: learned positions instead of rope, layer norms, biases everywhere, no gate. Radford et al. 2019."""
 
-from packtrain.models.arch.architecture import (
-    MORE_BIASES,
-    NORM_BIASES,
-    UNGATED_BIASES,
-    Architecture,
-    Family,
-    Keys,
-    Names,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import NORM_BIASES, Architecture, Family, Keys, Names
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -38,7 +31,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 def optional(given: Given) -> tuple[str, ...]:
-    return ("attn_qkv.bias", *UNGATED_BIASES, *NORM_BIASES)
+    return ("attn_qkv.bias", *architecture.UNGATED_BIASES, *NORM_BIASES)
 
 
 ARCHITECTURE = Architecture(
@@ -49,7 +42,7 @@ ARCHITECTURE = Architecture(
     gated=False,
     fused=True,
     square=True,
-    optional=("attn_qkv.bias", *MORE_BIASES, *NORM_BIASES),
+    optional=("attn_qkv.bias", *architecture.MORE_BIASES, *NORM_BIASES),
     families=(
         Family(
             ("GPT2LMHeadModel",),

@@ -3,19 +3,8 @@
 Granite 4's are the hybrids' class with attention in all blocks; llama.cpp writes keys of scans for them, too.
 """
 
-from packtrain.models.arch import llama
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    BIASES,
-    FACTORS,
-    FFN_NORM,
-    MORE_BIASES,
-    SCAN_KEYS,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture, llama
+from packtrain.models.arch.architecture import MORE_BIASES, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -51,13 +40,13 @@ ARCHITECTURE = Architecture(
     "granite",
     keys={"logit_scale": None, "embedding_scale": 0.0, "residual_scale": 0.0, "attention.scale": 0.0},
     neutral={"rope.scaling.finetuned": (True,)},  # false: llama.cpp leaves rope out
-    ignored=(*SCAN_KEYS, SHARED_WIDTH),
-    optional=(*BIASES, *MORE_BIASES, FACTORS),
+    ignored=(*architecture.SCAN_KEYS, SHARED_WIDTH),
+    optional=(*architecture.BIASES, *MORE_BIASES, architecture.FACTORS),
     families=(
         Family(("GraniteForCausalLM",), keys=keys, tied=True),
         Family(
             (ALL_ATTEND,),
-            ATTENTION | FFN_NORM,
+            architecture.ATTENTION | architecture.FFN_NORM,
             lambda given, sizes: keys(given, sizes) | {"rope.scaling.finetuned": True},
             Experts(
                 {},

@@ -5,19 +5,8 @@ There is no rope, unless the model says so.
 
 from typing import Any
 
-from packtrain.models.arch import granite, granitemoe
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    FFN_NORM,
-    SCAN_ENDS,
-    SCAN_KEYS,
-    SCAN_MODULES,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-    decays,
-)
+from packtrain.models.arch import architecture, granite, granitemoe
+from packtrain.models.arch.architecture import SCAN_KEYS, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Scan, Sizes
 
@@ -98,7 +87,10 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("GraniteMoeHybridForCausalLM",),
-            ATTENTION | SCAN_MODULES | FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
+            architecture.ATTENTION
+            | architecture.SCAN_MODULES
+            | architecture.FFN_NORM
+            | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             keys,
             Experts(
                 {},
@@ -112,9 +104,9 @@ ARCHITECTURE = Architecture(
             usual=usual,
             other=other,
             optional=optional,
-            ends=SCAN_ENDS,
+            ends=architecture.SCAN_ENDS,
             mixing=mixing,
-            changes=lambda given, sizes: {"ssm_a": decays},
+            changes=lambda given, sizes: {"ssm_a": architecture.decays},
         ),
     ),
 )

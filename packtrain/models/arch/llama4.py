@@ -3,22 +3,15 @@
 Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp.
 """
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    FACTORS,
-    FFN_NORM,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import FULL, Given
 from packtrain.models.arch.sizes import Sizes
 
 EVERY, CHUNK, WARMTH, UNNORMED = 4, 8192, 0.1, 128
 CHUNKED, STEP = "chunked_attention", "interleave_moe_layer_step"
 BLOCK = {
-    **ATTENTION, **FFN_NORM, "feed_forward.router": "ffn_gate_inp",
+    **ATTENTION, **architecture.FFN_NORM, "feed_forward.router": "ffn_gate_inp",
     **{
         f"feed_forward{shared}.{part}_proj": f"ffn_{part}{end}"
         for shared, end in (("", ""), (".shared_expert", "_shexp"))
@@ -68,7 +61,7 @@ ARCHITECTURE = Architecture(
     weighed_first=True,
     shared_alike=True,
     keys=KEYS,
-    optional=(FACTORS,),
+    optional=(architecture.FACTORS,),
     families=(
         Family(
             ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),

@@ -1,21 +1,15 @@
 """Nemotron and Minitron: layer norms, partial rope, a feed-forward of the square of relu. arXiv 2402.16819."""
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    BIASES,
-    FFN_NORM,
-    FUSED,
-    MORE_BIASES,
-    NORM_BIASES,
-    UNGATED_BIASES,
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import BIASES, UNGATED_BIASES, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
-MODULES = ATTENTION | FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+MODULES = (
+    architecture.ATTENTION
+    | architecture.FFN_NORM
+    | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+)
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
@@ -29,7 +23,11 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 def optional(given: Given) -> tuple[str, ...]:
     attention = (*BIASES, UNGATED_BIASES[0]) if given.flag("attention_bias") else ()
-    return (*NORM_BIASES, *attention, *(UNGATED_BIASES[1:] if given.flag("mlp_bias") else ()))
+    return (
+        *architecture.NORM_BIASES,
+        *attention,
+        *(UNGATED_BIASES[1:] if given.flag("mlp_bias") else ()),
+    )
 
 
 ARCHITECTURE = Architecture(
@@ -40,7 +38,7 @@ ARCHITECTURE = Architecture(
     square=True,
     partial_rope=True,
     always_apart=True,
-    optional=(*BIASES, *FUSED, *MORE_BIASES, *NORM_BIASES),
+    optional=(*BIASES, *architecture.FUSED, *architecture.MORE_BIASES, *architecture.NORM_BIASES),
     families=(
         Family(("NemotronForCausalLM",), MODULES, optional=optional, keys=keys, norm_shift=1.0),
     ),

@@ -3,16 +3,8 @@
 arXiv 2409.02060.
 """
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    EXPERT_MATRICES,
-    FFN_NORM,
-    HEAD_NORMS,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -35,7 +27,10 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("OlmoeForCausalLM",),
-            ATTENTION | HEAD_NORMS | FFN_NORM | {"mlp.gate": "ffn_gate_inp"},
+            architecture.ATTENTION
+            | architecture.HEAD_NORMS
+            | architecture.FFN_NORM
+            | {"mlp.gate": "ffn_gate_inp"},
             keys,
             Experts(EXPERT_MATRICES, ("num_experts", 64), ("num_experts_per_tok", 8)),
         ),

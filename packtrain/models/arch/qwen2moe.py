@@ -3,16 +3,8 @@
 The weights of the chosen experts are parts of a softmax over all: they do not add up to 1.
 """
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    EXPERT_MATRICES,
-    FFN_NORM,
-    WINDOW_KEYS,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -49,11 +41,11 @@ ARCHITECTURE = Architecture(
         "expert_feed_forward_length": None,
         "expert_shared_feed_forward_length": 0,
     },
-    ignored=WINDOW_KEYS,
+    ignored=architecture.WINDOW_KEYS,
     families=(
         Family(
             ("Qwen2MoeForCausalLM",),
-            ATTENTION | FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED,
+            architecture.ATTENTION | architecture.FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED,
             keys,
             Experts(
                 EXPERT_MATRICES,

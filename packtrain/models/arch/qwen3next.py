@@ -5,18 +5,8 @@ arXiv 2412.06464. Blocks that guess more tokens are not used.
 
 from typing import Any
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    EXPERT_MATRICES,
-    HEAD_NORMS,
-    SCAN_KEYS,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-    Spans,
-    decays,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys, Spans
 from packtrain.models.arch.given import FULL, Given
 from packtrain.models.arch.granitehybrid import scan_keys
 from packtrain.models.arch.qwen2moe import SHARED
@@ -31,7 +21,7 @@ DELTA = {
 ROUTED = {"linear_attn.in_proj_ba": "ssm_ba", "mlp.gate": "ffn_gate_inp"}
 ENDS = {".A_log": ".A.weight", ".dt_bias": ".dt.bias"}
 DELTA_KEYS = {
-    **SCAN_KEYS,
+    **architecture.SCAN_KEYS,
     "full_attention_interval": 4,
     "attention.recurrent_layers": None,
     "nextn_predict_layers": 0,
@@ -49,7 +39,7 @@ def others(given: Given) -> tuple[int, int]:
 
 
 EXPERTS = Experts(
-    EXPERT_MATRICES,
+    architecture.EXPERT_MATRICES,
     ("num_experts", 512),
     ("num_experts_per_tok", 10),
     ("moe_intermediate_size", 512),
@@ -127,14 +117,14 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("Qwen3NextForCausalLM",),
-            ATTENTION | HEAD_NORMS | FFN_NORM | DELTA | ROUTED | SHARED,
+            ATTENTION | architecture.HEAD_NORMS | FFN_NORM | DELTA | ROUTED | SHARED,
             expert_keys,
             EXPERTS,
             usual=usual,
             mixing=mixing,
             spans=spans,
             joined={"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")},
-            changes=lambda given, sizes: {"ssm_a": decays},
+            changes=lambda given, sizes: {"ssm_a": architecture.decays},
             ends=ENDS,
             norm_shift=1.0,
             head_width=256,

@@ -1,13 +1,7 @@
 """Seed-OSS: llama with biases of queries, keys and values; the second norm has another name."""
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    BIASES,
-    FEED_FORWARD,
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -26,7 +20,7 @@ ARCHITECTURE = Architecture(
     halves=True,
     ffn_norm=NORM,
     keys={"attention.scale": 0.0},
-    optional=(*BIASES, "attn_output.bias"),
+    optional=(*architecture.BIASES, "attn_output.bias"),
     families=(
         Family(
             ("SeedOssForCausalLM",),

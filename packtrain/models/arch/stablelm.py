@@ -3,17 +3,8 @@
 arXiv 2402.17834.
 """
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    BIASES,
-    FEED_FORWARD,
-    FFN_NORM,
-    FUSED,
-    NORM_BIASES,
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch import architecture
+from packtrain.models.arch.architecture import BIASES, NORM_BIASES, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -47,11 +38,11 @@ ARCHITECTURE = Architecture(
     partial_rope=True,
     always_apart=True,
     ignored=("use_parallel_residual",),
-    optional=(*BIASES, *FUSED, *NORM_BIASES, *HEADS, "ffn_norm.weight"),
+    optional=(*BIASES, *architecture.FUSED, *NORM_BIASES, *HEADS, "ffn_norm.weight"),
     families=(
         Family(
             ("StableLmForCausalLM", "StableLMEpochForCausalLM"),
-            ATTENTION | OF_HEADS | FFN_NORM | FEED_FORWARD,
+            architecture.ATTENTION | OF_HEADS | architecture.FFN_NORM | architecture.FEED_FORWARD,
             optional=optional,
             left_out=("rope.freq_base",),
             keys=keys,

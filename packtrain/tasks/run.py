@@ -181,7 +181,6 @@ def _train(
     writes = here().rank == 0
     if writes:
         _begin_folder(settings, prepared)
-        settle()  # drawing a large plan took megabytes
     with (
         events.stopping() as stopped,
         Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
@@ -291,6 +290,7 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
     write_text(folder / "run.json", prepared.about())
     write_text(folder / "plan.json", prepared.json())
     write_text(folder / "plan.html", page(prepared.plans.largest, **facts(prepared)))
+    settle()  # drawing a large plan took megabytes
 
 
 def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import packtrain as pt
+from benchmarks.online import best_fit
 from packtrain import backends, ops
 from packtrain.backends import Target
-from packtrain.packing import best_fit, height, lower_bound, pack
+from packtrain.packing import height, lower_bound, pack
 from packtrain.packing.pack import first_fit
 from packtrain.planning import Plan
 from packtrain.planning.plan import Packer

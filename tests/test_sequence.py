@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from benchmarks.online import Use, follow
+from benchmarks.online import Allocator, Use, best_fit, follow
 from packtrain import backends, ops
 from packtrain.backends import Host, Target
-from packtrain.packing import Allocator, best_fit
 from packtrain.placing import BARRIER, Placed
 from packtrain.planning.order import needed_before, orders
 from tests import checks, plan_checks

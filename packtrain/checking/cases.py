@@ -11,18 +11,11 @@ import numpy as np
 
 from packtrain import kernels, ops
 from packtrain.backends import Backend
+from packtrain.checking import samples as input_samples
 from packtrain.checking.functions import FUNCTIONS, Sample, samples_of
 from packtrain.checking.gradients import WEIGHTINGS, dense, slope_error, softened
 from packtrain.checking.running import TOLERANCE, apart, limit, run
-from packtrain.checking.samples import (
-    Typed,
-    Values,
-    differentiable,
-    graph_of,
-    samples,
-    typed,
-    values,
-)
+from packtrain.checking.samples import Typed, Values, graph_of, samples, typed, values
 from packtrain.dtypes import READABLE, dtype_of, f32
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
@@ -156,7 +149,7 @@ def _compared(
 def variable(name: str) -> list[tuple[Drawn, Values]]:
     """Samples with something to differentiate, and float64 values for them."""
     if name in OPS:
-        return list(differentiable(name))
+        return list(input_samples.differentiable(name))
     made = [(sample, graph_of(sample.results)) for sample in samples_of(name)]
     return [(s, {n: v.astype(np.float64) for n, v in values(g).items()}) for s, g in made]
 

@@ -15,16 +15,9 @@ from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.tensors import Tensor, tensors_of
 from packtrain.errors import InputError
 from packtrain.gguf import Value
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import classes
-from packtrain.models.arch.architecture import (
-    BIASES,
-    FACTORS,
-    LONG,
-    SHORT,
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import BIASES, FACTORS, LONG, SHORT, Family, Keys
 from packtrain.models.arch.given import ORIGINAL, Given
 from packtrain.models.arch.sizes import Sizes
 from packtrain.models.config import Config
@@ -128,7 +121,7 @@ def _biases(c: Given, family: Family) -> tuple[str, ...]:
     return BIASES if family.qkv_bias else (*attention, *more)
 
 
-def _common(c: Given, sizes: Sizes, architecture: Architecture, family: Family) -> Keys:
+def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family) -> Keys:
     name, default = ("layer_norm_eps", 1e-5) if architecture.layer_norms else ("rms_norm_eps", 1e-6)
     keys: Keys = {
         "context_length": sizes.context_length,
@@ -163,7 +156,7 @@ def _expert_keys(sizes: Sizes) -> Keys:
 # ---- rope ------------------------------------------------------------------------------------------------
 
 
-def _rope(c: Given, architecture: Architecture, family: Family) -> Keys:
+def _rope(c: Given, architecture: arch.Architecture, family: Family) -> Keys:
     """Keys of rope scaling, if there is any."""
     found, kind = c.full_rotation(), c.scaling()
     by_tensors = (("llama3", FACTORS), ("longrope", LONG))

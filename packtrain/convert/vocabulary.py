@@ -22,12 +22,8 @@ from packtrain.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, USER_DEFIN
 UNUSED = 5
 FILLED_SCORE, ADDED_SCORE = -10_000.0, -1_000.0
 SPACE = "\u2581"
-SPECIAL = {
-    "bos": "bos",
-    "eos": "eos",
-    "unk": "unknown",
-    "pad": "padding",
-}  # names in the checkpoint and in GGUF
+# names in the checkpoint and in GGUF
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # of Gemma 4: special, but to be seen in answers, where thoughts and calls are read
 SHOWN = (
     "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",

@@ -7,21 +7,12 @@ import math
 
 from numba import types
 
+from packtrain.kernels import logits as logit_kernels
 from packtrain.kernels import simd
 from packtrain.kernels.amx import STEPS, TILE, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import F32, packed2, row
-from packtrain.kernels.logits import (
-    add_parts,
-    add_to,
-    fill_zero,
-    find_targets,
-    highest,
-    slopes,
-    squash,
-    sum_of_exp,
-    weighted_sum,
-)
+from packtrain.kernels.logits import add_parts, add_to, fill_zero, find_targets, highest, squash
 from packtrain.kernels.simd import INFINITY, LANES, address, largest, peek, poke, scratch, splat
 
 MOST_ROWS = 4096  # of a chunk, whatever the workspace
@@ -112,7 +103,7 @@ def add_row(tops, sums, at, logits, size, cap):
         squash(logits, size, cap)
     top = before if before > new or math.isnan(before) else new
     most = capped(top, cap)
-    sum = sum_of_exp(logits, size, most)
+    sum = logit_kernels.sum_of_exp(logits, size, most)
     if cap > 0 or abs(before) != INFINITY:
         sum += peek(sums, at) * largest(simd.exp(splat(capped(before, cap) - most)))
     poke(tops, at, top)
@@ -181,7 +172,7 @@ def part_back(dx, dw, db, sums, panels, C, targets, weights, asked, number):
             for i in range(count if cap > 0 else 0):
                 squash(address(logits, i * ld), size, cap)
             of_rows = address(counted, first), address(lse, first), cap, targets, weights
-            slopes(db, logits, ld, count, start, size, *of_rows)
+            logit_kernels.slopes(db, logits, ld, count, start, size, *of_rows)
             if dx.size:
                 pack_rows(d, line(size), logits, 0, ld, size, count, 1)
                 target = address(sums, (number * sums.shape[1] + first) * C)
@@ -221,4 +212,4 @@ def linear_cross_entropy(
         after = 1
     if after == 0:
         fill_zero(address(dw, 0), dw.size)
-    weighted_sum(loss, losses, weights)
+    logit_kernels.weighted_sum(loss, losses, weights)

@@ -5,21 +5,11 @@ A row with a negative target is ignored. Losses are summed in float64 in the ord
 
 from numba import types
 
+from packtrain.kernels import logits as logit_kernels
 from packtrain.kernels.call import each, kernel, part, spans
 from packtrain.kernels.dequantize import F32, packed2
 from packtrain.kernels.gemm import sgemm
-from packtrain.kernels.logits import (
-    add_parts,
-    add_to,
-    fill_zero,
-    find_targets,
-    highest,
-    log_sum_exp,
-    probabilities,
-    slopes,
-    squash,
-    weighted_sum,
-)
+from packtrain.kernels.logits import add_parts, add_to, fill_zero, log_sum_exp, slopes, weighted_sum
 from packtrain.kernels.packed import multiply, multiply_back
 from packtrain.kernels.simd import LANES, address, load_part, peek, poke, scratch, store_part
 
@@ -64,7 +54,7 @@ def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
     if target < 0:
         fill_zero(y, V)
         return
-    probabilities(y, x, V, log_sum_exp(x, V), weight, 0.0)
+    logit_kernels.probabilities(y, x, V, log_sum_exp(x, V), weight, 0.0)
     poke(y, target, peek(y, target) - weight)
 
 
@@ -106,9 +96,9 @@ def row_lse(losses, right, lse, logits, bias, targets, cap, counted, i):
     if bias.size:
         add_to(address(logits, i * V), address(bias, 0), V)
     if right.size:
-        right[row] = f32(logits[i, target] >= highest(address(logits, i * V), V))
+        right[row] = f32(logits[i, target] >= logit_kernels.highest(address(logits, i * V), V))
     if cap > 0:
-        squash(address(logits, i * V), V, cap)
+        logit_kernels.squash(address(logits, i * V), V, cap)
     value = log_sum_exp(address(logits, i * V), V)
     poke(lse, i, value)
     losses[row] = value - logits[i, target]
@@ -196,7 +186,7 @@ def linear_cross_entropy(
     fill_zero(address(dx, 0), dx.size)
     after, at = 0, 0
     while at < N:
-        rows, at = find_targets(counted, targets, at, chunk)
+        rows, at = logit_kernels.find_targets(counted, targets, at, chunk)
         if rows == 0:
             break
         each(move_row, (some, x, counted), rows)

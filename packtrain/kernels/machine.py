@@ -234,15 +234,8 @@ def words_of(kernel: Kernel, given: Sequence[Any]) -> list[int]:
     for kind, value in zip(kernel.given, given, strict=True):
         if isinstance(kind, Array):
             # not __array_interface__, see ops.arrays.start_with
-            words += [
-                0,
-                0,
-                value.size,
-                value.itemsize,
-                value.ctypes.data,
-                *value.shape,
-                *value.strides,
-            ]
+            words += 0, 0, value.size, value.itemsize, value.ctypes.data
+            words += (*value.shape, *value.strides)
         else:
             raw = struct.pack(NUMBERS[str(kind)], value).ljust(8, b"\0")
             words.append(int.from_bytes(raw, "little", signed=True))

@@ -10,14 +10,8 @@ from typing import Literal
 
 from packtrain.errors import InputError
 from packtrain.models.arch import ARCHITECTURES
-from packtrain.models.arch.architecture import (
-    CONV_IN,
-    CONV_ROWS,
-    LONG,
-    SCAN_IN,
-    SCAN_ROWS,
-    Architecture,
-)
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch.architecture import CONV_IN, CONV_ROWS, LONG, SCAN_IN, SCAN_ROWS
 from packtrain.models.arch.sizes import Sizes
 from packtrain.models.lora import Lora
 from packtrain.words import long_context
@@ -171,7 +165,7 @@ class Config(Sizes):
     flash: bool = True
 
     @property
-    def traits(self) -> Architecture:
+    def traits(self) -> arch.Architecture:
         return ARCHITECTURES[self.architecture]
 
     def has(self, part: str) -> bool:

@@ -1,22 +1,7 @@
 """Names and shapes of a model's tensors, for every architecture. Names are those of GGUF files."""
 
-from packtrain.models.arch.architecture import (
-    BARE,
-    CHOICE,
-    CONV_OUT,
-    CONV_ROWS,
-    DELTA_EACH,
-    DELTA_HEADS,
-    EXPERT_SCALES,
-    FILTERS,
-    LAYER_INPUTS,
-    LAYER_SCALE,
-    SCAN_FILTERS,
-    SCAN_OUT,
-    SCAN_ROWS,
-    STREAMS_IN,
-    STREAMS_OUT,
-)
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch.architecture import BARE, CHOICE, LAYER_SCALE, SCAN_FILTERS, SCAN_OUT
 from packtrain.models.config import Config
 
 Shapes = dict[str, tuple[int, ...]]
@@ -32,7 +17,7 @@ def shapes(config: Config) -> Shapes:
         made[POSITIONS] = (config.context_length, c)
     made |= _layer_shapes(config) if config.embedding_length_per_layer else {}
     if others := config.traits.streams and config.traits.streams - 1:
-        made |= {f"{name}.weight": (others, c, c) for name in (STREAMS_IN, STREAMS_OUT)}
+        made |= {f"{name}.weight": (others, c, c) for name in (arch.STREAMS_IN, arch.STREAMS_OUT)}
     for i in range(config.block_count):
         made |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(config, i).items()}
     made |= _with_biases(config, {config.traits.last_norm: (c,)})
@@ -65,7 +50,7 @@ def block_shapes(config: Config, i: int) -> Shapes:
     found |= {LAYER_SCALE: (1,)} if LAYER_SCALE in config.optional else {}
     if mixture and beside:
         scales = (config.embedding_length,), (config.expert_count,)
-        found |= dict(zip(EXPERT_SCALES, scales, strict=True))
+        found |= dict(zip(arch.EXPERT_SCALES, scales, strict=True))
     if config.scans(i) and config.scan is not None:
         heads = config.scan.heads
         bare = {BARE[0]: (heads,)} if config.traits.delta else dict.fromkeys(BARE, (heads, 1))
@@ -79,7 +64,7 @@ def _layer_shapes(config: Config) -> Shapes:
     p, c = config.embedding_length_per_layer, config.embedding_length
     wide = config.block_count * p
     parts: tuple[tuple[int, ...], ...] = ((config.vocab_size, wide), (wide, c), (p,))
-    return {f"{name}.weight": shape for name, shape in zip(LAYER_INPUTS, parts, strict=True)}
+    return {f"{name}.weight": shape for name, shape in zip(arch.LAYER_INPUTS, parts, strict=True)}
 
 
 def _stream_shapes(config: Config) -> Shapes:
@@ -135,8 +120,8 @@ def _attention_shapes(config: Config, i: int) -> Shapes:
 
 def _conv_shapes(config: Config) -> Shapes:
     c = config.embedding_length
-    filters = {FILTERS.removesuffix(".weight"): (c, config.conv_width)}
-    return {"attn_norm": (c,), **filters, CONV_ROWS: (3 * c, c), CONV_OUT: (c, c)}
+    filters = {arch.FILTERS.removesuffix(".weight"): (c, config.conv_width)}
+    return {"attn_norm": (c,), **filters, arch.CONV_ROWS: (3 * c, c), arch.CONV_OUT: (c, c)}
 
 
 def _latent_shapes(config: Config) -> Shapes:
@@ -170,7 +155,7 @@ def _scan_shapes(config: Config) -> Shapes:
     filters = {SCAN_FILTERS.removesuffix(".weight"): (scan.convolved, scan.taps)}
     return {
         "attn_norm": (c,),
-        SCAN_ROWS: (sum(scan.rows), c),
+        arch.SCAN_ROWS: (sum(scan.rows), c),
         **filters,
         **norm,
         SCAN_OUT: (c, scan.inner),
@@ -180,9 +165,9 @@ def _scan_shapes(config: Config) -> Shapes:
 def _delta_shapes(config: Config) -> Shapes:
     c, scan = config.embedding_length, config.scan
     assert scan is not None
-    each = {DELTA_HEADS: (2 * scan.heads, c)}
+    each = {arch.DELTA_HEADS: (2 * scan.heads, c)}
     if config.traits.delta == "tiled":
-        each = dict.fromkeys(DELTA_EACH, (scan.heads, c))
+        each = dict.fromkeys(arch.DELTA_EACH, (scan.heads, c))
     return {
         "attn_norm": (c,),
         "attn_qkv": (scan.convolved, c),

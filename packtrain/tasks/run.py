@@ -241,15 +241,9 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
     if not settings.resume:
         kept = (s.replace("ITERATION", "*") for s in (settings.save_name, settings.save_model) if s)
         own = (
-            "checkpoint*.gguf",
-            "best.gguf",
-            "metrics.jsonl",
-            ANSWERS,
-            "samples.jsonl",
-            "reference.npz",
-            "events.*",
-            "*.svg",
-        )
+            "checkpoint*.gguf", "best.gguf", "metrics.jsonl", ANSWERS, "samples.jsonl", "reference.npz",
+            "events.*", "*.svg",
+        )  # fmt: skip
         for pattern in (*own, *kept):
             for file in folder.glob(pattern):
                 file.unlink()

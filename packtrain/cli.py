@@ -251,6 +251,7 @@ class _Parser(argparse.ArgumentParser):
     """
 
     common: Sequence[str] = ()
+    groups: Sequence[str] = ()
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **(named | {"allow_abbrev": False, "formatter_class": _Lines}))
@@ -265,8 +266,8 @@ class _Parser(argparse.ArgumentParser):
         lines.add_arguments(self._get_positional_actions())
         lines.add_arguments([options[name] for name in self.common])
         lines.end_section()
-        groups = ", ".join(str(g.title) for g in self._action_groups[2:] if g._group_actions)
-        lines.add_text(f"--help-all shows every option{groups and f' by group: {groups}'}")
+        groups = f" by group: {', '.join(self.groups)}" if self.groups else ""
+        lines.add_text(f"--help-all shows every option{groups}")
         return lines.format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -324,7 +325,7 @@ def _parser(asked: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
         silent = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
         into.add_argument("--help-all", action=_HelpAll, **silent, help="show every option")
         into.add_argument("--debug", action="store_true", help="show where an error was raised")
-        add_flags(into, settings)
+        into.groups = add_flags(into, settings)
         into.usage = " ".join([into.prog, "[options]", *positionals(settings)])
     return parser
 

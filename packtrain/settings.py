@@ -76,9 +76,11 @@ def options(cls: type) -> list["dataclasses.Field[Any]"]:
     return [field for field in _fields(cls) if "help" in field.metadata]
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add the flags of a settings class by group, and `--config FILE`. The namespace has only the flags that are given,
-    as text; `from_flags` checks them."""
+def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:
+    """Add the flags of a settings class by group, and `--config FILE`; returns the headings of the groups.
+
+    The namespace has only the flags that are given, as text; `from_flags` checks them.
+    """
     types_, fields = _hints(cls), _fields(cls)
     parser.add_argument(
         "--config", metavar="FILE", help="read settings from a YAML file; flags override it"
@@ -87,6 +89,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     homes = {group: parser.add_argument_group(group) for group in GROUPS if group in used}
     for field in fields:
         _add_flag(homes.get(field.metadata.get("group", ""), parser), field, types_[field.name])
+    return [*homes]
 
 
 def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]", hint: Any) -> None:

@@ -223,8 +223,8 @@ def test_answers_in_a_style_are_counted_and_scored_by_a_command(folder, tmp_path
     assert "--pattern @@ matches no answer of the data" in said.err and "--has REGEX" in said.err
     of_base, of_tuned = json.loads((tmp_path / "a.json").read_text())["models"]
     assert (of_base["share_has"], of_tuned["share_has"], of_tuned["mean_score"]) == (0, 1, 2.5)
-    judged = '6 of 6 (100%)</td><td data-name="judged">2.500</td>'
-    assert judged in (tmp_path / "a.html").read_text()
+    page = (tmp_path / "a.html").read_text()
+    assert '6 of 6 (100%)</td><td data-name="judged">2.500</td>' in page
     assert main(["compare", *given[:4]]) == 0
     assert "--pattern" not in capsys.readouterr().err  # the default matches answers of this data
 

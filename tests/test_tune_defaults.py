@@ -20,7 +20,7 @@ from packtrain.training.tune_settings import TuneSettings
 SETTINGS = TuneSettings()
 
 
-@pytest.mark.parametrize(("width", "lowest", "highest"), [(640, 6e-4, 1.2e-3), (4096, 1e-4, 2e-4)])
+@pytest.mark.parametrize(("width", "lowest", "highest"), [(640, 3e-4, 1.2e-3), (4096, 1e-4, 2e-4)])
 def test_the_rate_follows_the_width(width, lowest, highest):
     assert lowest <= usual_rate(SETTINGS, width) <= highest
 
@@ -84,7 +84,7 @@ def test_the_prospect_says_what_the_data_can_teach(examples, updates, end):
 def test_too_few_updates_are_named_with_what_would_do():
     settings = completed(replace(SETTINGS, epochs=1.0), 640, 82, 17)
     said = prospect(78, 17, 17, settings)
-    assert "78 examples, 17 updates (1 epoch, learning rate 8.8e-04)" in said
+    assert "78 examples, 17 updates (1 epoch, learning rate 4.4e-04)" in said
     assert "too few" in said and "--epochs 2" in said
     assert updates_of(settings, 17, 2) >= MIN_UPDATES
 

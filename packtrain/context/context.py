@@ -9,22 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.backends import CPU, Target
+from packtrain.context import state as context_state
 from packtrain.context.adapters import Adapters
 from packtrain.context.checkpoints import ANEW, Checkpoints
 from packtrain.context.plans import MOVE, MOVED, PROMPTS, Name, Sizes, cache_of, placements
 from packtrain.context.pools import STATE, ContextError, Move, Piece, Pools, at_least, move_inputs
 from packtrain.context.results import NUMBERS, Results, wanted_rows
 from packtrain.context.room import check_room
-from packtrain.context.state import (
-    Origin,
-    Stored,
-    leaves_of,
-    move_rows,
-    of_bytes,
-    origin_of,
-    to_bytes,
-    views,
-)
+from packtrain.context.state import Origin, Stored, leaves_of, move_rows, of_bytes, origin_of, views
 from packtrain.files import atomic_file
 from packtrain.models.cache import CacheFull
 from packtrain.models.cached import Cache
@@ -339,7 +331,7 @@ class Context:
             self.pools.check(seq)
         stored = Stored.of(self.pools, self._leaves, self._session, [*every])
         stored.scales = self.adapters.scales[[*every]].tolist()
-        return to_bytes(stored, self._origin)
+        return context_state.to_bytes(stored, self._origin)
 
     def restore(self, state: bytes, seqs: Sequence[int] | None = None) -> None:
         """Put sequences back that `save` saved, instead of what is there; as these, or as the numbers they had.

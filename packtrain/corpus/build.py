@@ -11,19 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 from packtrain import gguf
-from packtrain.corpus.documents import (
-    TRAIN,
-    VALID,
-    Piece,
-    Source,
-    Survey,
-    Text,
-    divide,
-    find_sources,
-    parts_of,
-    read_documents,
-    survey,
-)
+from packtrain.corpus import documents as corpus_documents
+from packtrain.corpus.documents import TRAIN, VALID, Piece, Source, Survey, Text, divide, parts_of
 from packtrain.corpus.report import Report
 from packtrain.corpus.tokens import TokenFile, write_tokens
 from packtrain.errors import InputError
@@ -40,16 +29,19 @@ SECONDS_BETWEEN_LINES = 3.0
 
 def write_corpus(text: Text, folder: Path, say: Say) -> None:
     """Fill the folder. Raises InputError for bad text."""
-    sources = find_sources(text.data)
+    sources = corpus_documents.find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
 
     def read(doing: str, reports: list[Report]) -> Iterator[Piece]:
         return _reported(
-            read_documents(sources, text.separator, reports, text.kept), doing, total, say
+            corpus_documents.read_documents(sources, text.separator, reports, text.kept),
+            doing,
+            total,
+            say,
         )
 
     reports = _reports(text, sources)
-    found = survey(read("reading", reports))
+    found = corpus_documents.survey(read("reading", reports))
     found_notes = [note for report in reports for note in report.notes]
     if not found.documents:
         what = "holds nothing but whitespace" if total else "is empty"

@@ -13,20 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.gguf.format import (
-    AXES,
-    KINDS,
-    MAGIC,
-    NAME_NBYTES,
-    NUMERIC,
-    TYPES,
-    VERSIONS,
-    Entry,
-    GGUFError,
-    Value,
-    alignment_of,
-    tensor_nbytes,
-)
+from packtrain.gguf import format as gguf_format
+from packtrain.gguf.format import AXES, KINDS, NUMERIC, TYPES, VERSIONS, Entry, GGUFError, Value
 
 LEAST = 24  # bytes of an empty file
 # keys, and tensors: real files have hundreds, and each costs more here than there
@@ -58,10 +46,10 @@ class Part:
             raise self._wrong(
                 f"this is not a GGUF file: it has {self.nbytes} bytes, fewer than {LEAST}"
             )
-        if data[:4] != MAGIC:
+        if data[:4] != gguf_format.MAGIC:
             raise self._wrong(
                 f"this is not a GGUF file: it begins with {data[:4].decode('latin-1')!r},"
-                f" not with {MAGIC.decode()!r}"
+                f" not with {gguf_format.MAGIC.decode()!r}"
             )
         version = self._number(U32, "version")
         if version not in VERSIONS:
@@ -72,7 +60,7 @@ class Part:
         for _ in range(pairs):
             self._pair()
         try:
-            alignment = alignment_of(self.values)
+            alignment = gguf_format.alignment_of(self.values)
         except GGUFError as error:
             raise self._wrong(str(error)) from None
         for _ in range(tensors):
@@ -166,7 +154,7 @@ class Part:
     def _entry(self) -> None:
         name = self._string("a tensor name")
         shown = shortened(name)
-        if len(name.encode()) >= NAME_NBYTES or name in self.entries:
+        if len(name.encode()) >= gguf_format.NAME_NBYTES or name in self.entries:
             raise self._wrong(f"tensor name '{shown}' is longer than 63 bytes or occurs twice")
         axes = self._number(U32, f"axes of {shown}")
         if axes > AXES:
@@ -183,7 +171,7 @@ class Part:
             )
         if math.prod(max(axis, 1) for axis in shape) * 8 > MOST_NBYTES:
             raise self._wrong(f"{shown} has shape {[*shape]}; nothing of that size can be counted")
-        nbytes = tensor_nbytes(shape, dtype)
+        nbytes = gguf_format.tensor_nbytes(shape, dtype)
         self.entries[name] = Entry(name, shape, dtype, offset, nbytes)
 
     def _place(self, start: int, alignment: int) -> None:

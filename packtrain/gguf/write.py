@@ -13,18 +13,8 @@ import numpy as np
 
 from packtrain.dtypes import NUMPY, Dtype
 from packtrain.files import atomic_file, write_ahead
-from packtrain.gguf.format import (
-    AXES,
-    KINDS,
-    MAGIC,
-    NAME_NBYTES,
-    NUMERIC,
-    VERSIONS,
-    GGUFError,
-    Value,
-    alignment_of,
-    tensor_nbytes,
-)
+from packtrain.gguf import format as gguf_format
+from packtrain.gguf.format import AXES, KINDS, MAGIC, NAME_NBYTES, NUMERIC, VERSIONS, Value
 
 KEPT = 32 << 20  # the largest block whose memory glibc keeps
 AHEAD = 8 << 20  # bytes that are handed to the disk at a time
@@ -48,12 +38,12 @@ class Deferred:
         array = read(name)
         dtype = NUMPY.get(array.dtype)
         if dtype is None or dtype.number is None:
-            raise GGUFError(f"{name}: {array.dtype} values cannot be a GGUF tensor")
+            raise gguf_format.GGUFError(f"{name}: {array.dtype} values cannot be a GGUF tensor")
         return cls(dtype, dtype.tensor_shape(array.shape), lambda: [read(name)])
 
     @property
     def nbytes(self) -> int:
-        return tensor_nbytes(self.shape, self.dtype)
+        return gguf_format.tensor_nbytes(self.shape, self.dtype)
 
 
 def write(
@@ -77,12 +67,12 @@ def write(
 def _deferred(name: str, given: np.ndarray | Deferred) -> Deferred:
     """dtype, logical shape and values of a tensor to write."""
     if len(name.encode()) >= NAME_NBYTES:
-        raise GGUFError(f"tensor name {name!r} has more than {NAME_NBYTES - 1} bytes")
+        raise gguf_format.GGUFError(f"tensor name {name!r} has more than {NAME_NBYTES - 1} bytes")
     if isinstance(given, Deferred):
         return given
     dtype = NUMPY.get(given.dtype)
     if dtype is None or dtype.number is None or given.ndim > AXES:
-        raise GGUFError(
+        raise gguf_format.GGUFError(
             f"{name}: a {given.dtype} array of {given.ndim} axes cannot be a GGUF tensor"
         )
     return Deferred(dtype, dtype.tensor_shape(given.shape), lambda: [given])
@@ -91,7 +81,7 @@ def _deferred(name: str, given: np.ndarray | Deferred) -> Deferred:
 def _write(
     file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, Deferred], waiting: int
 ) -> None:
-    alignment = alignment_of(metadata)
+    alignment = gguf_format.alignment_of(metadata)
     file.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
     for key, value in metadata.items():
         file.write(_text(key))
@@ -118,7 +108,7 @@ def _parts(name: str, t: Deferred) -> Iterator[memoryview]:
         nbytes += part.nbytes
         yield part.reshape(-1).view(np.uint8).data
     if nbytes != t.nbytes:
-        raise GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
+        raise gguf_format.GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
 
 
 def _write_behind(file: BinaryIO, pieces: Iterable[memoryview], waiting: int) -> None:
@@ -189,7 +179,9 @@ def _text(*texts: str | bytes) -> bytes:
 def _encoded(key: str, value: Value) -> Iterator[bytes]:
     """Type and value as bytes, in parts; lists and arrays become arrays of their kind."""
     if value.kind != "string" and value.kind not in NUMERIC:
-        raise GGUFError(f"{key}: kind {value.kind} is none of {', '.join(NUMERIC)}, string")
+        raise gguf_format.GGUFError(
+            f"{key}: kind {value.kind} is none of {', '.join(NUMERIC)}, string"
+        )
     number, given = KINDS.index(value.kind), value.value
     if not isinstance(given, (list, tuple, np.ndarray)):
         yield struct.pack("<I", number) + _items(value.kind, [given])

@@ -7,23 +7,10 @@ lexeme would swallow what belongs to the next one (see lexing) a lexeme is one c
 from collections.abc import Mapping
 from itertools import groupby
 
+from packtrain.grammar import nodes as grammar_nodes
 from packtrain.grammar.gbnf import is_empty, nullable
 from packtrain.grammar.lexing import Automaton, TooLarge, followers
-from packtrain.grammar.nodes import (
-    Chars,
-    Choice,
-    Lexeme,
-    Name,
-    Node,
-    Repeat,
-    Rules,
-    Sequence,
-    Token,
-    has_token,
-    names_in,
-    ordered,
-    parts_of,
-)
+from packtrain.grammar.nodes import Chars, Choice, Name, Node, Repeat, Rules, Sequence, parts_of
 
 HEAD = '%llguidance {"no_forcing": true}\n'  # any tokens that spell a text can come, not only the canonical ones
 MOST_GROUPS = 120  # in each other: half of what Rust reads, which counts their contents, too
@@ -63,15 +50,17 @@ class _Lexemes:
         self._numbers: dict[str, int] = {}
         self.texts: dict[str, str] = {}  # of regular rules, as regular expressions
         self.depths: dict[str, int] = {}
-        for name in ordered(rules):
+        for name in grammar_nodes.ordered(rules):
             if self.is_regular(rules[name]):
                 self.texts[name] = regex(rules[name], self.texts)
                 self.depths[name] = self.depth(rules[name])
 
     def is_regular(self, *nodes: Node) -> bool:
         """Whether these name only rules that are, no tokens, and are not too large together."""
-        names = [name for node in nodes for name in names_in(node)]
-        if any(name.rule not in self.texts for name in names) or any(map(has_token, nodes)):
+        names = [name for node in nodes for name in grammar_nodes.names_in(node)]
+        if any(name.rule not in self.texts for name in names) or any(
+            map(grammar_nodes.has_token, nodes)
+        ):
             return False
         size = sum(len(self.texts[name.rule]) for name in names)
         return size <= MOST_TEXT and max(map(self.depth, nodes)) <= MOST_GROUPS
@@ -94,7 +83,7 @@ class _Lexemes:
             name = waiting.pop()
             if name not in read:
                 read[name] = self._read(self.rules[name])
-                waiting += [found.rule for found in names_in(read[name])]
+                waiting += [found.rule for found in grammar_nodes.names_in(read[name])]
         return read
 
     def _read(self, node: Node) -> Node:
@@ -130,7 +119,7 @@ class _Lexemes:
             self.nodes.append(node)
             self._alike.append([])
         self._alike[number].append(node)
-        return Lexeme(number, is_empty(node, self.empty))
+        return grammar_nodes.Lexeme(number, is_empty(node, self.empty))
 
 
 def _printed(read: Rules, made: _Lexemes) -> str:
@@ -144,11 +133,11 @@ def _printed(read: Rules, made: _Lexemes) -> str:
 
 
 def _shown(node: Node, names: dict[str, str]) -> str:
-    if isinstance(node, Lexeme):
+    if isinstance(node, grammar_nodes.Lexeme):
         return f"T{node.number}{'?' * node.empty}"
     if isinstance(node, Name):
         return names[node.rule]
-    if isinstance(node, Token):
+    if isinstance(node, grammar_nodes.Token):
         return f"<[{'^' * node.other}{node.id}]>"
     if isinstance(node, Repeat):
         return f"({_shown(node.part, names)}){_times(node)}"

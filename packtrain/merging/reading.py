@@ -31,7 +31,6 @@ BUFFERS = 8  # of PART values, while rows are rounded
 
 class Batched(Protocol):
     def __len__(self) -> int: ...
-
     def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
 
 

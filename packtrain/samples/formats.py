@@ -18,22 +18,8 @@ from packtrain.corpus.records import read_records
 from packtrain.corpus.report import Report
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.errors import InputError
-from packtrain.samples.messages import (
-    KEPT_FIELDS,
-    MESSAGE_FIELDS,
-    WANTED,
-    Conversation,
-    Message,
-    Pair,
-    an_object,
-    conversation,
-    listed,
-    new_message,
-    pair,
-    parsed,
-    read_messages,
-    worded,
-)
+from packtrain.samples import messages as sample_messages
+from packtrain.samples.messages import KEPT_FIELDS, WANTED, Conversation, Message, Pair, new_message
 from packtrain.words import plural, shortlist
 
 
@@ -99,7 +85,7 @@ class Reader:
         self.count -= 1
 
     def _parsed(self, found: Any, where: str) -> Conversation | Pair | Plain:
-        record = an_object(found, where)
+        record = sample_messages.an_object(found, where)
         if self.form is None:
             self.form = _form_of(record, where, self.report)
         self._check(record, where, self.form)
@@ -117,9 +103,9 @@ class Reader:
             )
         unused = self.report.unused
         unused |= set(record) - {*form.needed, *form.allowed}
-        for message in listed(record.get("messages", record.get("conversations"))):
+        for message in sample_messages.listed(record.get("messages", record.get("conversations"))):
             if isinstance(message, dict):
-                unused |= set(message) - MESSAGE_FIELDS - KEPT_FIELDS
+                unused |= set(message) - sample_messages.MESSAGE_FIELDS - KEPT_FIELDS
 
     def _documents(self) -> Iterator[Plain]:
         pieces = iter(read_documents([self.source], self.separator, [self.report]))
@@ -165,11 +151,13 @@ def _form_of(record: Mapping[str, Any], where: str, report: Report) -> Form:
 
 def _messages(record: Mapping[str, Any], where: str) -> Conversation:
     turns = record["messages"] if "messages" in record else record["conversations"]
-    messages = read_messages(turns, where, "messages" if "messages" in record else "conversations")
+    messages = sample_messages.read_messages(
+        turns, where, "messages" if "messages" in record else "conversations"
+    )
     system = record.get("system")
     if system:
         messages.insert(0, new_message("system", system, f"{where}: system"))
-    return conversation(where, messages, record.get("tools"))
+    return sample_messages.conversation(where, messages, record.get("tools"))
 
 
 def _question(record: Mapping[str, Any], where: str) -> Conversation:
@@ -178,7 +166,9 @@ def _question(record: Mapping[str, Any], where: str) -> Conversation:
     if record.get("system"):
         messages.append(new_message("system", record["system"], f"{where}: system"))
     history = record.get("history")
-    for i, turns in enumerate(listed(parsed(history, f"{where}: history"))):
+    for i, turns in enumerate(
+        sample_messages.listed(sample_messages.parsed(history, f"{where}: history"))
+    ):
         at = f"{where}: history[{i}]"
         if not isinstance(turns, list) or len(turns) != 2:
             raise InputError(f"{at} must be a pair of texts: the user's and the assistant's")
@@ -186,10 +176,10 @@ def _question(record: Mapping[str, Any], where: str) -> Conversation:
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         given = record[name]
         if isinstance(given, list):
-            messages += read_messages(given, where, name)
+            messages += sample_messages.read_messages(given, where, name)
         else:
             messages.append(new_message(role, given, f"{where}: {name}"))
-    return conversation(where, messages, record.get("tools"))
+    return sample_messages.conversation(where, messages, record.get("tools"))
 
 
 def _preference(record: Mapping[str, Any], where: str) -> Pair:
@@ -198,7 +188,7 @@ def _preference(record: Mapping[str, Any], where: str) -> Pair:
     texts = [name for name in answers if isinstance(record[name], str)]
     field = next((name for name in PROMPTS if record.get(name)), None)
     if isinstance(record.get(field or ""), list):
-        prompt = read_messages(record[field or ""], where, field or "")
+        prompt = sample_messages.read_messages(record[field or ""], where, field or "")
     elif texts and field is None:
         raise InputError(f"{where}: {texts[0]} is a text", f"it needs a field {PROMPTS[0]}")
     elif texts:
@@ -211,18 +201,18 @@ def _preference(record: Mapping[str, Any], where: str) -> Pair:
         answers = {name: messages[len(prompt) :] for name, messages in answers.items()}
     if record.get("system"):
         prompt.insert(0, new_message("system", record["system"], f"{where}: system"))
-    return pair(where, prompt, answers, record.get("tools"))
+    return sample_messages.pair(where, prompt, answers, record.get("tools"))
 
 
 def _answer(given: Any, where: str, name: str) -> list[Message]:
     given = [given] if isinstance(given, dict) else given
     if isinstance(given, list):
-        return read_messages(given, where, name)
+        return sample_messages.read_messages(given, where, name)
     return [new_message("assistant", given, f"{where}: {name}")]
 
 
 def _plain(record: Mapping[str, Any], where: str) -> Plain:
-    return Plain(where, (worded(record["text"], f"{where}: text"),), True)
+    return Plain(where, (sample_messages.worded(record["text"], f"{where}: text"),), True)
 
 
 PROMPTS = ("prompt", "messages", "conversations")

@@ -7,17 +7,8 @@ from typing import Any
 from packtrain.errors import InputError
 from packtrain.grammar import Grammar
 from packtrain.samples.messages import WANTED, Conversation, Message, question
-from packtrain.serving.asked import (
-    LONGEST_GRAMMAR,
-    MOST_ANSWERS,
-    MOST_TOP,
-    Body,
-    adapters_of,
-    prompts_of,
-    sampling_of,
-    seed_of,
-    stops_of,
-)
+from packtrain.serving import asked as serving_asked
+from packtrain.serving.asked import LONGEST_GRAMMAR, MOST_ANSWERS, MOST_TOP, Body, prompts_of
 from packtrain.serving.jobs import Job
 from packtrain.serving.server import Server
 from packtrain.serving.thoughts import FORMATS, MARKS, NONE, is_thinking
@@ -33,20 +24,20 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
         count = body.number(name, count, -1, 1 << 30)
     most = server.limits.answer
     endless = body.flag("ignore_eos")
-    sampling = sampling_of(body, server.sampling, server.tokenizer)
+    sampling = serving_asked.sampling_of(body, server.sampling, server.tokenizer)
     if endless:
         ends = (f"{id}-inf" for id in sorted(server.tokenizer.ends))
         sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *ends))
     return Job(
         prompt=tuple(prompt),
         sampling=sampling,
-        seed=seed_of(body, server.seed),
+        seed=serving_asked.seed_of(body, server.seed),
         count=count if most < 0 else most if count < 0 else min(count, most),
-        stops=stops_of(body),
+        stops=serving_asked.stops_of(body),
         grammar=grammar,
         slot=body.number("id_slot", -1, -1, 1 << 30),
         reuse=body.flag("cache_prompt", True),
-        adapters=adapters_of(body.get("lora"), server.scales),
+        adapters=serving_asked.adapters_of(body.get("lora"), server.scales),
         endless=endless,
         progress=body.flag("return_progress") and body.flag("stream"),
         seconds=body.number("t_max_predict_ms", 0.0) / 1e3,

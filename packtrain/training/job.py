@@ -47,7 +47,6 @@ class Batched(Protocol):
     key: int
 
     def __len__(self) -> int: ...
-
     def __getitem__(self, index: int, /) -> Batch: ...
 
 

@@ -165,7 +165,7 @@ class TuneSettings(RunSettings):
     val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
     lr: float | None = TRAINING(
         None,
-        "peak learning rate (default: 2e-4 at a width of 4096, 8.8e-4 at 640; a tenth with --full or for pairs; 1 with"
+        "peak learning rate (default: 1e-4 at a width of 4096, 4.4e-4 at 640; a tenth with --full or for pairs; 1 with"
         " lbfgs)",
         flags="--learning-rate -lr",
         least=0,

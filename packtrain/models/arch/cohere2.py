@@ -1,6 +1,6 @@
 """Command R7B and A: attention and feed-forward side by side, windows, and rope only within them. arXiv 2504.00698."""
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -37,7 +37,7 @@ ARCHITECTURE = Architecture(
         "attention.sliding_window_pattern": 4,
     },
     ignored=("rope.freq_base_swa",),
-    optional=(*architecture.BIASES, *architecture.FUSED, "attn_output.bias"),
+    optional=(*arch.BIASES, *arch.FUSED, "attn_output.bias"),
     families=(
         Family(("Cohere2ForCausalLM",), ATTENTION | FEED_FORWARD, keys=keys, tied=True, pairs=True),
     ),

@@ -5,7 +5,7 @@ arXiv 2405.04434, 2412.19437. Blocks after the last, which guess more tokens, ar
 
 from typing import Any
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import CHOICE, FFN_NORM, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -103,7 +103,7 @@ def _third(given: Given) -> bool:
 
 
 KEYS = {
-    **architecture.EXPERT_KEYS, **architecture.BETAS, MULTIPLIER: 0.0, "attention.q_lora_rank": 0,
+    **arch.EXPERT_KEYS, **arch.BETAS, MULTIPLIER: 0.0, "attention.q_lora_rank": 0,
     "attention.kv_lora_rank": None, "attention.key_length_mla": None, "attention.value_length_mla": None,
     "expert_feed_forward_length": None, "expert_shared_count": None, "leading_dense_block_count": 0,
     "expert_gating_func": 0, "expert_group_count": 0, "expert_group_used_count": 0, "expert_weights_scale": 0.0,
@@ -128,10 +128,10 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-            ATTENTION | FFN_NORM | ROUTER | architecture.FEED_FORWARD | architecture.SHARED,
+            ATTENTION | FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
             keys,
             Experts(
-                architecture.EXPERT_MATRICES,
+                arch.EXPERT_MATRICES,
                 ("n_routed_experts", 64),
                 ("num_experts_per_tok", 8),
                 WIDTH,

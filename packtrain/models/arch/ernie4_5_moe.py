@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from packtrain.models.arch import architecture, ernie4_5
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch import ernie4_5
 from packtrain.models.arch.architecture import CHOICE, EXPERT_MATRICES, Architecture, Experts, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -50,7 +51,7 @@ ARCHITECTURE = Architecture(
         replace(
             family,
             classes=("Ernie4_5_MoeForCausalLM",),
-            block=architecture.BLOCK | ROUTER | architecture.SHARED,
+            block=arch.BLOCK | ROUTER | arch.SHARED,
             keys=keys,
             experts=Experts(EXPERT_MATRICES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, others),
             ends={"e_score_correction_bias": "e_score_correction.bias"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Changed, Family, Keys, Names
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.granitehybrid import CONV_BIAS, NORM, scan, scan_keys
@@ -76,7 +76,7 @@ def changes(given: Given, sizes: Sizes) -> Mapping[str, Changed]:
         "attn_q": times(inside), "attn_k": times(by("key_multiplier"), inside), "attn_v": times(inside),
         "attn_output": times(outside), "ffn_gate": times(gate), "ffn_down": times(down),
         "ssm_in": times(by("ssm_in_multiplier"), rows.astype(np.float32)), "ssm_out": times(by("ssm_out_multiplier")),
-        "ssm_a": architecture.decays,
+        "ssm_a": arch.decays,
     }  # fmt: skip
 
 
@@ -85,16 +85,16 @@ ARCHITECTURE = Architecture(
     halves=True,
     scan_beside=True,
     bare_ffn_norm=True,
-    keys=architecture.SCAN_KEYS,
+    keys=arch.SCAN_KEYS,
     optional=(CONV_BIAS, NORM),
     families=(
         Family(
             ("FalconH1ForCausalLM",),
-            ATTENTION | architecture.SCAN_MODULES | FEED_FORWARD,
+            ATTENTION | arch.SCAN_MODULES | FEED_FORWARD,
             keys,
             names=Names(norm="final_layernorm"),
             optional=optional,
-            ends=architecture.SCAN_ENDS,
+            ends=arch.SCAN_ENDS,
             mixing=mixing,
             changes=changes,
             scaled=True,

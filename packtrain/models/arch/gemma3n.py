@@ -7,7 +7,8 @@ gemma3n.cpp, which has the numbers below in its code, and reads no keys for them
 from statistics import NormalDist
 from typing import Any
 
-from packtrain.models.arch import architecture, gemma2, gemma4
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch import gemma2, gemma4
 from packtrain.models.arch.architecture import LAYER_INPUTS, Architecture, Family, Keys, Names
 from packtrain.models.arch.given import FULL, SLIDING, Given
 from packtrain.models.arch.sizes import Sizes
@@ -22,8 +23,8 @@ LAYERS = {
     "altup.router_norm": "altup_router_norm",
 }  # fmt: skip
 OUTSIDE = {
-    **dict(zip(gemma4.OUTSIDE, LAYER_INPUTS, strict=True)), "altup_projections.{}": architecture.STREAMS_IN,
-    "altup_unembed_projections.{}": architecture.STREAMS_OUT,
+    **dict(zip(gemma4.OUTSIDE, LAYER_INPUTS, strict=True)), "altup_projections.{}": arch.STREAMS_IN,
+    "altup_unembed_projections.{}": arch.STREAMS_OUT,
 }  # fmt: skip
 WIDTHS, SPARSITY = "intermediate_size", "activation_sparsity_pattern"
 
@@ -125,7 +126,7 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-            {**gemma2.FAMILY.block, **architecture.HEAD_NORMS, **LAYERS},
+            {**gemma2.FAMILY.block, **arch.HEAD_NORMS, **LAYERS},
             keys,
             usual=usual,
             kinds=kinds,

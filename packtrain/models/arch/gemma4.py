@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.models.arch import architecture, gemma2
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch import gemma2
 from packtrain.models.arch.architecture import FACTORS, Architecture, Experts, Family, Keys, Names
 from packtrain.models.arch.given import FULL, SLIDING, Given
 from packtrain.models.arch.sizes import Sizes
@@ -20,7 +21,7 @@ LAYERS = {
 MIXTURE = {
     "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
     "post_feedforward_layernorm_2": "post_ffw_norm_2", "router.proj": "ffn_gate_inp",
-    **dict(zip(("router.scale", "router.per_expert_scale"), architecture.EXPERT_SCALES, strict=True)),
+    **dict(zip(("router.scale", "router.per_expert_scale"), arch.EXPERT_SCALES, strict=True)),
 }  # fmt: skip
 STACKED = {f"ffn_{part}_exps": (f"experts.{part}_proj", 0, 1) for part in ("gate_up", "down")}
 BARE = ".layer_scalar", ".scale", ".per_expert_scale", ".gate_up_proj", ".experts.down_proj"
@@ -107,7 +108,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 KEYS = {
-    **architecture.EXPERT_KEYS, "expert_feed_forward_length": None, "attention.sliding_window": None,
+    **arch.EXPERT_KEYS, "expert_feed_forward_length": None, "attention.sliding_window": None,
     "attention.sliding_window_pattern": None, "attention.shared_kv_layers": 0, "attention.key_length_swa": None,
     "attention.value_length_swa": None, "embedding_length_per_layer_input": None, CAP: 30.0,
     "rope.dimension_count_swa": None, "rope.freq_base_swa": 10_000.0,
@@ -125,11 +126,11 @@ ARCHITECTURE = Architecture(
     dense_beside=True,
     keys=KEYS,
     zero=(CAP,),
-    optional=(FACTORS, architecture.LAYER_SCALE, BOTH),
+    optional=(FACTORS, arch.LAYER_SCALE, BOTH),
     families=(
         Family(
             ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-            {**gemma2.FAMILY.block, **architecture.HEAD_NORMS, **LAYERS, **MIXTURE},
+            {**gemma2.FAMILY.block, **arch.HEAD_NORMS, **LAYERS, **MIXTURE},
             keys,
             Experts(
                 {},
@@ -144,10 +145,10 @@ ARCHITECTURE = Architecture(
             factors=factors,
             optional=lambda given: (
                 FACTORS,
-                architecture.LAYER_SCALE,
+                arch.LAYER_SCALE,
                 *([BOTH] if given.get("num_experts") else []),
             ),
-            names=Names(outside=dict(zip(OUTSIDE, architecture.LAYER_INPUTS, strict=True))),
+            names=Names(outside=dict(zip(OUTSIDE, arch.LAYER_INPUTS, strict=True))),
             ends={name: f"{name}.weight" for name in BARE},
             scalings=(PROPORTIONAL,),
             rope_freq_base=1e6,

@@ -4,7 +4,7 @@ arXiv 2508.06471; the weights of the chosen experts add up to a factor. Blocks a
 are not used.
 """
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, CHOICE, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -62,15 +62,10 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("Glm4MoeForCausalLM",),
-            architecture.ATTENTION
-            | architecture.HEAD_NORMS
-            | FFN_NORM
-            | ROUTER
-            | architecture.FEED_FORWARD
-            | architecture.SHARED,
+            arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
             keys,
             Experts(
-                architecture.EXPERT_MATRICES,
+                arch.EXPERT_MATRICES,
                 ("n_routed_experts", 128),
                 ("num_experts_per_tok", 8),
                 WIDTH,

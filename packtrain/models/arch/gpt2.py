@@ -1,6 +1,6 @@
 """GPT-2: learned positions instead of rope, layer norms, biases everywhere, no gate. Radford et al. 2019."""
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import NORM_BIASES, Architecture, Family, Keys, Names
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -31,7 +31,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 def optional(given: Given) -> tuple[str, ...]:
-    return ("attn_qkv.bias", *architecture.UNGATED_BIASES, *NORM_BIASES)
+    return ("attn_qkv.bias", *arch.UNGATED_BIASES, *NORM_BIASES)
 
 
 ARCHITECTURE = Architecture(
@@ -42,7 +42,7 @@ ARCHITECTURE = Architecture(
     gated=False,
     fused=True,
     square=True,
-    optional=("attn_qkv.bias", *architecture.MORE_BIASES, *NORM_BIASES),
+    optional=("attn_qkv.bias", *arch.MORE_BIASES, *NORM_BIASES),
     families=(
         Family(
             ("GPT2LMHeadModel",),

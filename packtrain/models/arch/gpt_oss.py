@@ -3,7 +3,7 @@
 arXiv 2508.10925. The weights of the chosen experts are a softmax of their logits.
 """
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import FULL, SLIDING, Given
 from packtrain.models.arch.sizes import Sizes
@@ -12,7 +12,7 @@ EVERY = 2
 EXPERT_BIASES = (
     "ffn_gate_inp.bias", "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias",
 )  # fmt: skip
-ALL_BIASES = (*architecture.BIASES, "attn_output.bias", *EXPERT_BIASES)
+ALL_BIASES = (*arch.BIASES, "attn_output.bias", *EXPERT_BIASES)
 BLOCK = {
     **ATTENTION, "self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm",
     "mlp.router": "ffn_gate_inp",

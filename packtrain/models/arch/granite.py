@@ -3,7 +3,8 @@
 Granite 4's are the hybrids' class with attention in all blocks; llama.cpp writes keys of scans for them, too.
 """
 
-from packtrain.models.arch import architecture, llama
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import MORE_BIASES, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -40,13 +41,13 @@ ARCHITECTURE = Architecture(
     "granite",
     keys={"logit_scale": None, "embedding_scale": 0.0, "residual_scale": 0.0, "attention.scale": 0.0},
     neutral={"rope.scaling.finetuned": (True,)},  # false: llama.cpp leaves rope out
-    ignored=(*architecture.SCAN_KEYS, SHARED_WIDTH),
-    optional=(*architecture.BIASES, *MORE_BIASES, architecture.FACTORS),
+    ignored=(*arch.SCAN_KEYS, SHARED_WIDTH),
+    optional=(*arch.BIASES, *MORE_BIASES, arch.FACTORS),
     families=(
         Family(("GraniteForCausalLM",), keys=keys, tied=True),
         Family(
             (ALL_ATTEND,),
-            architecture.ATTENTION | architecture.FFN_NORM,
+            arch.ATTENTION | arch.FFN_NORM,
             lambda given, sizes: keys(given, sizes) | {"rope.scaling.finetuned": True},
             Experts(
                 {},

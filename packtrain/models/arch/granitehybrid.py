@@ -5,7 +5,8 @@ There is no rope, unless the model says so.
 
 from typing import Any
 
-from packtrain.models.arch import architecture, granite, granitemoe
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch import granite, granitemoe
 from packtrain.models.arch.architecture import SCAN_KEYS, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Scan, Sizes
@@ -87,9 +88,9 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("GraniteMoeHybridForCausalLM",),
-            architecture.ATTENTION
-            | architecture.SCAN_MODULES
-            | architecture.FFN_NORM
+            arch.ATTENTION
+            | arch.SCAN_MODULES
+            | arch.FFN_NORM
             | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             keys,
             Experts(
@@ -104,9 +105,9 @@ ARCHITECTURE = Architecture(
             usual=usual,
             other=other,
             optional=optional,
-            ends=architecture.SCAN_ENDS,
+            ends=arch.SCAN_ENDS,
             mixing=mixing,
-            changes=lambda given, sizes: {"ssm_a": architecture.decays},
+            changes=lambda given, sizes: {"ssm_a": arch.decays},
         ),
     ),
 )

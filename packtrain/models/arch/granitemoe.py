@@ -1,6 +1,7 @@
 """Granite 3 with experts: granite's scales, experts as llama's, and in some models another one that all tokens have."""
 
-from packtrain.models.arch import architecture, granite
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch import granite
 from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -23,14 +24,12 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 ARCHITECTURE = Architecture(
     "granitemoe",
     keys={**granite.ARCHITECTURE.keys, **EXPERT_KEYS, granite.SHARED_WIDTH: 0},
-    ignored=(*architecture.SCAN_KEYS,),
+    ignored=(*arch.SCAN_KEYS,),
     optional=granite.ARCHITECTURE.optional,
     families=(
         Family(
             CLASSES,
-            architecture.ATTENTION
-            | architecture.FFN_NORM
-            | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
+            arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             keys,
             Experts(
                 {},

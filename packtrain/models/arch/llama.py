@@ -1,6 +1,6 @@
 """Llama, and models that compute like it: Mistral, and Mixtral with experts. arXiv 2302.13971, 2401.04088."""
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -17,17 +17,15 @@ MATRICES = {
 ARCHITECTURE = Architecture(
     "llama",
     keys=EXPERT_KEYS,
-    ignored=architecture.WINDOW_KEYS,
-    optional=(*architecture.BIASES, *architecture.MORE_BIASES, architecture.FACTORS),
+    ignored=arch.WINDOW_KEYS,
+    optional=(*arch.BIASES, *arch.MORE_BIASES, arch.FACTORS),
     blocks_70b=80,
     grouped_70b=True,
     families=(
         Family(("LlamaForCausalLM", "MistralForCausalLM"), keys=keys),
         Family(
             ("MixtralForCausalLM",),
-            architecture.ATTENTION
-            | architecture.FFN_NORM
-            | {"block_sparse_moe.gate": "ffn_gate_inp"},
+            arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.gate": "ffn_gate_inp"},
             keys,
             Experts(MATRICES, ("num_local_experts", 8), ("num_experts_per_tok", 2)),
             rope_freq_base=1_000_000.0,

@@ -3,7 +3,7 @@
 Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp.
 """
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import FULL, Given
 from packtrain.models.arch.sizes import Sizes
@@ -11,7 +11,7 @@ from packtrain.models.arch.sizes import Sizes
 EVERY, CHUNK, WARMTH, UNNORMED = 4, 8192, 0.1, 128
 CHUNKED, STEP = "chunked_attention", "interleave_moe_layer_step"
 BLOCK = {
-    **ATTENTION, **architecture.FFN_NORM, "feed_forward.router": "ffn_gate_inp",
+    **ATTENTION, **arch.FFN_NORM, "feed_forward.router": "ffn_gate_inp",
     **{
         f"feed_forward{shared}.{part}_proj": f"ffn_{part}{end}"
         for shared, end in (("", ""), (".shared_expert", "_shexp"))
@@ -61,7 +61,7 @@ ARCHITECTURE = Architecture(
     weighed_first=True,
     shared_alike=True,
     keys=KEYS,
-    optional=(architecture.FACTORS,),
+    optional=(arch.FACTORS,),
     families=(
         Family(
             ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),

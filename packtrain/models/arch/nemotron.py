@@ -1,15 +1,11 @@
 """Nemotron and Minitron: layer norms, partial rope, a feed-forward of the square of relu. arXiv 2402.16819."""
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, UNGATED_BIASES, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
-MODULES = (
-    architecture.ATTENTION
-    | architecture.FFN_NORM
-    | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-)
+MODULES = arch.ATTENTION | arch.FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
@@ -23,11 +19,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 def optional(given: Given) -> tuple[str, ...]:
     attention = (*BIASES, UNGATED_BIASES[0]) if given.flag("attention_bias") else ()
-    return (
-        *architecture.NORM_BIASES,
-        *attention,
-        *(UNGATED_BIASES[1:] if given.flag("mlp_bias") else ()),
-    )
+    return (*arch.NORM_BIASES, *attention, *(UNGATED_BIASES[1:] if given.flag("mlp_bias") else ()))
 
 
 ARCHITECTURE = Architecture(
@@ -38,7 +30,7 @@ ARCHITECTURE = Architecture(
     square=True,
     partial_rope=True,
     always_apart=True,
-    optional=(*BIASES, *architecture.FUSED, *architecture.MORE_BIASES, *architecture.NORM_BIASES),
+    optional=(*BIASES, *arch.FUSED, *arch.MORE_BIASES, *arch.NORM_BIASES),
     families=(
         Family(("NemotronForCausalLM",), MODULES, optional=optional, keys=keys, norm_shift=1.0),
     ),

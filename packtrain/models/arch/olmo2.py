@@ -3,12 +3,12 @@
 OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.13961.
 """
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FEED_FORWARD, HEAD_NORMS, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
-MATRICES = {module: part for module, part in architecture.ATTENTION.items() if part != "attn_norm"}
+MATRICES = {module: part for module, part in arch.ATTENTION.items() if part != "attn_norm"}
 BASE = 500_000.0
 NORMS_BEHIND = {
     "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",

@@ -3,7 +3,7 @@
 arXiv 2409.02060.
 """
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -27,10 +27,7 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("OlmoeForCausalLM",),
-            architecture.ATTENTION
-            | architecture.HEAD_NORMS
-            | architecture.FFN_NORM
-            | {"mlp.gate": "ffn_gate_inp"},
+            arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"},
             keys,
             Experts(EXPERT_MATRICES, ("num_experts", 64), ("num_experts_per_tok", 8)),
         ),

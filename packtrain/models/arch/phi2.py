@@ -3,12 +3,12 @@
 arXiv 2306.11644.
 """
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FUSED, NORM_BIASES, Architecture, Family, Keys, Names
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
-MODULES = {module: part for module, part in architecture.ATTENTION.items() if part != "attn_output"}
+MODULES = {module: part for module, part in arch.ATTENTION.items() if part != "attn_output"}
 MODULES |= {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
 
 
@@ -18,7 +18,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 def optional(given: Given) -> tuple[str, ...]:
-    return (*architecture.BIASES, *architecture.UNGATED_BIASES, *NORM_BIASES, "output.bias")
+    return (*arch.BIASES, *arch.UNGATED_BIASES, *NORM_BIASES, "output.bias")
 
 
 ARCHITECTURE = Architecture(
@@ -31,7 +31,7 @@ ARCHITECTURE = Architecture(
     square=True,
     partial_rope=True,
     always_apart=True,
-    optional=(*architecture.BIASES, *FUSED, *architecture.MORE_BIASES, *NORM_BIASES, "output.bias"),
+    optional=(*arch.BIASES, *FUSED, *arch.MORE_BIASES, *NORM_BIASES, "output.bias"),
     families=(
         Family(
             ("PhiForCausalLM",),

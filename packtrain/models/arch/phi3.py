@@ -2,7 +2,7 @@
 
 import math
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FFN_NORM, WINDOW_KEYS, Architecture, Family, Keys
 from packtrain.models.arch.given import ORIGINAL, Given
 from packtrain.models.arch.sizes import Sizes
@@ -37,6 +37,6 @@ ARCHITECTURE = Architecture(
     square=True,
     partial_rope=True,
     ignored=WINDOW_KEYS,
-    optional=("attn_qkv.bias", architecture.LONG, architecture.SHORT),
+    optional=("attn_qkv.bias", arch.LONG, arch.SHORT),
     families=(Family(("Phi3ForCausalLM",), BLOCK, keys),),
 )

@@ -3,7 +3,7 @@
 The weights of the chosen experts are parts of a softmax over all: they do not add up to 1.
 """
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -41,11 +41,11 @@ ARCHITECTURE = Architecture(
         "expert_feed_forward_length": None,
         "expert_shared_feed_forward_length": 0,
     },
-    ignored=architecture.WINDOW_KEYS,
+    ignored=arch.WINDOW_KEYS,
     families=(
         Family(
             ("Qwen2MoeForCausalLM",),
-            architecture.ATTENTION | architecture.FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED,
+            arch.ATTENTION | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED,
             keys,
             Experts(
                 EXPERT_MATRICES,

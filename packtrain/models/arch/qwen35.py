@@ -1,6 +1,6 @@
 """Qwen3.5 (text): most blocks have a gated delta net instead of attention, whose heads have gates. arXiv 2412.06464."""
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FEED_FORWARD, Architecture, Family, Keys, Spans
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.qwen3next import DELTA, DELTA_KEYS, ENDS, FFN_NORM, keys, mixing, usual
@@ -11,7 +11,7 @@ APART = {
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
 }  # fmt: skip
-BLOCK = architecture.ATTENTION | architecture.HEAD_NORMS | FFN_NORM | DELTA | APART
+BLOCK = arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA | APART
 
 
 def spans(sizes: Sizes) -> dict[str, Spans]:
@@ -62,7 +62,7 @@ ARCHITECTURE = Architecture(
             mixing=mixing,
             spans=spans,
             columns=columns,
-            changes=lambda given, sizes: {"ssm_a": architecture.decays},
+            changes=lambda given, sizes: {"ssm_a": arch.decays},
             ends=ENDS,
             norm_shift=1.0,
             head_width=256,

@@ -1,6 +1,6 @@
 """Qwen3 with experts in every block; the weights of the chosen experts add up to 1. arXiv 2505.09388."""
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -21,17 +21,12 @@ EXPERTS = Experts(
     ("num_experts_per_tok", 8),
     ("moe_intermediate_size", 768),
 )
-BLOCK = (
-    architecture.ATTENTION
-    | architecture.HEAD_NORMS
-    | architecture.FFN_NORM
-    | {"mlp.gate": "ffn_gate_inp"}
-)
+BLOCK = arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"}
 ARCHITECTURE = Architecture(
     "qwen3moe",
     halves=True,
     head_norms=True,
     keys={"expert_count": None, "expert_used_count": None, "expert_feed_forward_length": None},
-    ignored=architecture.WINDOW_KEYS,
+    ignored=arch.WINDOW_KEYS,
     families=(Family(("Qwen3MoeForCausalLM",), BLOCK, keys, EXPERTS),),
 )

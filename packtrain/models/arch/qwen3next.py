@@ -5,7 +5,7 @@ arXiv 2412.06464. Blocks that guess more tokens are not used.
 
 from typing import Any
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys, Spans
 from packtrain.models.arch.given import FULL, Given
 from packtrain.models.arch.granitehybrid import scan_keys
@@ -21,7 +21,7 @@ DELTA = {
 ROUTED = {"linear_attn.in_proj_ba": "ssm_ba", "mlp.gate": "ffn_gate_inp"}
 ENDS = {".A_log": ".A.weight", ".dt_bias": ".dt.bias"}
 DELTA_KEYS = {
-    **architecture.SCAN_KEYS,
+    **arch.SCAN_KEYS,
     "full_attention_interval": 4,
     "attention.recurrent_layers": None,
     "nextn_predict_layers": 0,
@@ -39,7 +39,7 @@ def others(given: Given) -> tuple[int, int]:
 
 
 EXPERTS = Experts(
-    architecture.EXPERT_MATRICES,
+    arch.EXPERT_MATRICES,
     ("num_experts", 512),
     ("num_experts_per_tok", 10),
     ("moe_intermediate_size", 512),
@@ -117,14 +117,14 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("Qwen3NextForCausalLM",),
-            ATTENTION | architecture.HEAD_NORMS | FFN_NORM | DELTA | ROUTED | SHARED,
+            ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA | ROUTED | SHARED,
             expert_keys,
             EXPERTS,
             usual=usual,
             mixing=mixing,
             spans=spans,
             joined={"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")},
-            changes=lambda given, sizes: {"ssm_a": architecture.decays},
+            changes=lambda given, sizes: {"ssm_a": arch.decays},
             ends=ENDS,
             norm_shift=1.0,
             head_width=256,

@@ -1,6 +1,6 @@
 """Seed-OSS: llama with biases of queries, keys and values; the second norm has another name."""
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -20,7 +20,7 @@ ARCHITECTURE = Architecture(
     halves=True,
     ffn_norm=NORM,
     keys={"attention.scale": 0.0},
-    optional=(*architecture.BIASES, "attn_output.bias"),
+    optional=(*arch.BIASES, "attn_output.bias"),
     families=(
         Family(
             ("SeedOssForCausalLM",),

@@ -3,7 +3,7 @@
 arXiv 2402.17834.
 """
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, NORM_BIASES, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
@@ -38,11 +38,11 @@ ARCHITECTURE = Architecture(
     partial_rope=True,
     always_apart=True,
     ignored=("use_parallel_residual",),
-    optional=(*BIASES, *architecture.FUSED, *NORM_BIASES, *HEADS, "ffn_norm.weight"),
+    optional=(*BIASES, *arch.FUSED, *NORM_BIASES, *HEADS, "ffn_norm.weight"),
     families=(
         Family(
             ("StableLmForCausalLM", "StableLMEpochForCausalLM"),
-            architecture.ATTENTION | OF_HEADS | architecture.FFN_NORM | architecture.FEED_FORWARD,
+            arch.ATTENTION | OF_HEADS | arch.FFN_NORM | arch.FEED_FORWARD,
             optional=optional,
             left_out=("rope.freq_base",),
             keys=keys,

@@ -1,17 +1,17 @@
 """StarCoder 2: layer norms, biases everywhere, a feed-forward of gelu without a gate. arXiv 2402.19173."""
 
-from packtrain.models.arch import architecture
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, BIASES, NORM_BIASES, Architecture, Family
 from packtrain.models.arch.given import Given
 
-MODULES = ATTENTION | architecture.FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+MODULES = ATTENTION | arch.FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 
 
 def optional(given: Given) -> tuple[str, ...]:
     given.one_of("norm_type", "layer_norm", "layer_norm")
     return (
         *NORM_BIASES,
-        *((*BIASES, *architecture.UNGATED_BIASES) if given.flag("use_bias", True) else ()),
+        *((*BIASES, *arch.UNGATED_BIASES) if given.flag("use_bias", True) else ()),
     )
 
 
@@ -22,7 +22,7 @@ ARCHITECTURE = Architecture(
     gelu=True,
     gated=False,
     square=True,
-    ignored=architecture.WINDOW_KEYS,
-    optional=(*BIASES, *architecture.FUSED, *architecture.MORE_BIASES, *NORM_BIASES),
+    ignored=arch.WINDOW_KEYS,
+    optional=(*BIASES, *arch.FUSED, *arch.MORE_BIASES, *NORM_BIASES),
     families=(Family(("Starcoder2ForCausalLM",), MODULES, optional=optional, tied=True),),
 )

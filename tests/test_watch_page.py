@@ -104,8 +104,8 @@ def test_a_run_that_does_not_fit_says_so_on_its_page(page: Any, text: Path, tmp_
             text, output=tmp_path / "m.gguf", watch="0", memory="2MiB", on_message=on_message, **SIZES
         )  # fmt: skip
     wait_for_state(page, "failed")
-    shown, raised = page.locator("#more").inner_text(), str(refused.value)
-    assert shown.replace("--", "").split() == raised.replace("--", "").split()
+    first_line = str(refused.value).splitlines()[0].removesuffix(":").split(" memory")[0]
+    assert page.locator("#more").inner_text().startswith(first_line)
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(page: Any, text: Path, tmp_path: Path) -> None:

@@ -386,6 +386,7 @@ function drawHead() {
   at("state").textContent = runs.size > 1 ? `${runs.size} runs, ${count} running` : (STATES[state] ?? state);
   const first = state === "planning" || (state === "running" && !run.step) ? "Curves appear after the first step." : "";
   at("more").textContent = page.end?.[1] || page.doing || first;
+  at("more").className = at("more").textContent.includes("\n") ? "table" : ""; // a refusal with its bytes
   at("figures").hidden = runs.size !== 1;
   at("progress").hidden = state !== "planning";
   at("progress").removeAttribute("value"); // it moves without saying how far

@@ -5,6 +5,7 @@ import io
 import json
 import tracemalloc
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import pytest
 from packtrain import gguf
 from packtrain.cli import main
 from packtrain.corpus import records, streams
+from packtrain.corpus.cache import checksum, plain
 from packtrain.corpus.documents import Source, find_sources
 from packtrain.corpus.report import Report
 from packtrain.corpus.streams import SUFFIXES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value
 from packtrain.samples import Dataset, Recipe, Samples, build, prepare
-from packtrain.samples.cache import read_dataset
+from packtrain.samples.build import sources_of
+from packtrain.samples.cache import VOCABULARY, read_dataset
 from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.messages import Conversation
 from packtrain.template import choose_template
@@ -494,7 +497,7 @@ def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
         again = prepare(recipe, cache, lambda sentence: None)
     assert again.fingerprint == first.fingerprint and again.notes == first.notes
     assert not again.train.ids.flags.owndata and not again.train.ids.flags.writeable
-    weights = cache / first.fingerprint / "train.weights.npy"
+    (weights,) = cache.glob("*/train.weights.npy")
     weights.write_bytes(weights.read_bytes()[:-1])  # damaged ones are made anew
     assert prepare(recipe, cache, lambda sentence: None).train.targets == first.train.targets
     moved = Recipe(data.rename(tmp_path / "other.jsonl"), model, 100)
@@ -522,6 +525,15 @@ def test_what_a_fingerprint_depends_on(tmp_path: Path, model: Path):
     ]
     data.write_text(data.read_text() + "\n" + data.read_text())
     assert len({*names, name()}) == 6
+
+
+def test_runs_from_before_columns_could_be_named_know_their_data(tmp_path: Path, model: Path):
+    recipe = Recipe(one(tmp_path, [{"messages": PAIR}]), model, 100)
+    options = {**asdict(recipe), "data": "", "model": ""}
+    del options["columns"]
+    values = {k: v for k, v in GGUF(model).values.items() if k.startswith(VOCABULARY)}
+    older = checksum((7, sorted(options.items()), plain(values)), sources_of(recipe))
+    assert prepare(recipe, tmp_path / "cache", lambda sentence: None).fingerprint == older
 
 
 def test_errors_of_the_child(tmp_path: Path, model: Path):

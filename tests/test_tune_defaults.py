@@ -102,7 +102,8 @@ def test_a_resumed_run_has_the_choices_of_its_beginning(tmp_path):
     # a run from before the defaults followed from the data
     run.write_text("lr: null\nbatch_size: 4\nepochs: null\niters: null\nlora_alpha: 32.0\n")
     begun = as_begun(resumed)
-    assert (begun.lr, begun.batch_size, begun.epochs, begun.lora_alpha) == (2e-4, 4, 1, 32)
+    assert (begun.lr, begun.batch_size, begun.epochs, begun.lora_alpha) == (None, 4, 1, 32)
+    assert completed(begun, 640, 82, 17).learning_rate == 2e-4
 
 
 @pytest.mark.parametrize(("steps", "every"), [(4, 5), (40, 5), (51, 7), (300, 38), (10_000, 200)])

@@ -15,6 +15,7 @@ from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
 FORMAT = 8  # increase it to rebuild all caches
+IDENTITY = 7  # increase it where the same data gives other samples, so that no older run resumes
 # for some vocabularies the name decides how whitespace is treated
 VOCABULARY = ("tokenizer.", "general.name")
 
@@ -37,14 +38,17 @@ class Dataset:
 
 
 def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
-    """The samples of a recipe, cached in `cache/<fingerprint>/`. Raises InputError for bad data."""
+    """The samples of a recipe, cached in a folder of `cache`. Raises InputError for bad data."""
     if not 0 <= recipe.val_split <= 0.5:
         raise InputError(f"--val-split: {recipe.val_split:g} must be from 0 to 0.5")
     sources, file = sources_of(recipe), GGUF(recipe.model)
     options = {**asdict(recipe), "data": "", "model": ""}
     values = {key: value for key, value in file.values.items() if key.startswith(VOCABULARY)}
-    fingerprint = checksum((FORMAT, sorted(options.items()), plain(values)), sources)
-    folder, parts = cache / fingerprint, parts_of(recipe, sources)
+    if recipe.columns is None:  # as of runs from before there was such an option
+        del options["columns"]
+    read = sorted(options.items()), plain(values)
+    fingerprint = checksum((IDENTITY, *read), sources)
+    folder, parts = cache / checksum((FORMAT, *read), sources), parts_of(recipe, sources)
     names = [source.path.name for source in sources]
     size = len(file.metadata.get(f"{KEYS}tokens", ()))
     try:
@@ -53,7 +57,8 @@ def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
         make(folder, __package__, request, say)
         found = read_dataset(folder, parts, size, names)
-    return replace(found, notes=(*left_out(recipe.data, sources), *found.notes))
+    notes = *left_out(recipe.data, sources), *found.notes
+    return replace(found, fingerprint=fingerprint, notes=notes)
 
 
 def read_dataset(

@@ -46,7 +46,9 @@ def completed(settings: TuneSettings, width: int, examples: int, rows: int) -> T
 
     examples, rows  in the training data; several short examples share a row
     """
-    if settings.lr is None and settings.optimizer != "lbfgs":
+    begun = settings.resume and not settings.overwrite
+    older = begun and (settings.folder / "run.yaml").exists()  # its rate is `settings.usual_rate`
+    if settings.lr is None and settings.optimizer != "lbfgs" and not older:
         settings = replace(settings, lr=usual_rate(settings, width))
     epochs = _epochs(settings, examples, rows)
     if not settings.batch_size:
@@ -65,7 +67,7 @@ def as_begun(settings: TuneSettings) -> TuneSettings:
     path = settings.folder / "run.yaml"
     if not settings.resume or settings.overwrite or not path.exists():
         return settings
-    begun: dict[str, Any] = {**LEGACY, "lr": settings.usual_rate}
+    begun: dict[str, Any] = {**LEGACY}
     begun |= {k: v for k, v in read_yaml(TuneSettings, path).items() if v is not None}
     missing = {name for name in OPEN if not getattr(settings, name) and name in begun}
     if settings.iters is not None or begun.get("iters") is not None:

@@ -116,7 +116,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(page: Any, text: Path, tmp_path
         said = next(line for line in run.stderr if "watch the run" in line)
         page.goto(said.split()[-1])
         wait_for_state(page, "running")
-        page.wait_for_function("runs.get('m').step > 2")
+        page.wait_for_function("runs.get('m')?.step > 2")
         run.send_signal(signal.SIGINT)
         assert run.wait(60) == 130
         assert re.search("continue with: .* --resume", run.stderr.read())

@@ -1,8 +1,10 @@
 """Errors meant for users, not programmers: one sentence, and an exit code."""
 
+import codecs
 import traceback
 from pathlib import Path
 
+codecs.lookup("unicode_escape")  # now, not inside a plan's memory
 LONGEST = 1200  # characters of a message
 
 

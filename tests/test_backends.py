@@ -297,7 +297,7 @@ for given in (["generate", "cpu/m.gguf", "-p", "bal"], ["eval", "cpu/m.gguf", "-
 try:
     train("far", "none", memory="20MiB")
 except pt.DoesNotFit as error:
-    assert "smallest --memory that would do" in str(error) and "in this process" in str(error), error
+    assert "smallest memory that would do" in str(error) and "in this process" in str(error), error
 else:
     raise AssertionError("it was not refused")
 """
@@ -418,7 +418,7 @@ same("cpu", "again", "m.gguf")
 try:
     train("cpu", "again", resume=True, overwrite=False, iters=6)
 except pt.InputError as error:
-    assert "--device was far and is cpu" in str(error), error
+    assert "device was far and is cpu" in str(error), error
 else:
     raise AssertionError("it went on elsewhere")
 """

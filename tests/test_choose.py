@@ -97,12 +97,12 @@ def test_the_order_of_tries():
 @pytest.mark.parametrize(
     "given, says",
     [
-        ({"type": ["q9"]}, "--type q9 is unknown; it must be one of"),
+        ({"type": ["q9"]}, "type q9 is unknown; it must be one of"),
         ({"tuned": "base.gguf"}, "its loss on .*without a gain there is nothing to keep"),
-        ({"memory": "1GiB"}, "--memory has no effect without --calibrate"),
-        ({"data": "none.jsonl"}, "--data.*none.jsonl"),
-        ({"also": ["none.gguf"]}, "--also.*none.gguf"),
-        ({"aware": ["none.gguf"]}, "--aware.*none.gguf"),
+        ({"memory": "1GiB"}, "memory has no effect without calibrate"),
+        ({"data": "none.jsonl"}, "data.*none.jsonl"),
+        ({"also": ["none.gguf"]}, "also.*none.gguf"),
+        ({"aware": ["none.gguf"]}, "aware.*none.gguf"),
         ({"output": "tuned.gguf", "overwrite": True}, "is one of the files that are read"),
     ],
 )  # fmt: skip

@@ -36,7 +36,7 @@ LARGE = ("attention", "attention_back", "experts", "loss", "elementwise")
 def test_the_fastest_way_that_fits_is_taken(
     limit: int | None, cores: int, expected: Way, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ahead, "allowed_cpus", lambda: cores)
+    monkeypatch.setattr(ahead.runtime, "allowed_cpus", lambda: cores)
     assert ahead.way(limit, 50 * MIB) == expected
 
 

@@ -67,5 +67,5 @@ def test_what_is_said_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "as in llama-perplexity; read through a cache in q8_0" in capsys.readouterr().out
     assert main([*given, "--swa-full"]) == 2
     assert "--swa-full has no effect without --cache-type" in capsys.readouterr().err
-    with pytest.raises(InputError, match="--cache-type is q4_0; it must be one of f16, f32"):
+    with pytest.raises(InputError, match="cache_type is q4_0; it must be one of f16, f32"):
         pt.evaluate(tmp_path / "m.gguf", tmp_path / "t.txt", cache_type="q4_0")

@@ -50,7 +50,7 @@ def test_a_part_that_cannot_go_on_is_a_row(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--parts=nothing"], "'nothing' is none of first, eval"),
+        (["--parts=nothing"], "'nothing' is none of first, style, eval"),
         (["--parts=tutorial"], "--stories: the part tutorial needs a text"),
         (["--text=nowhere"], "--text: there is no nowhere"),
     ],

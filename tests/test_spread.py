@@ -181,7 +181,7 @@ def test_a_run_over_two_memories_resumes_bit_for_bit(folder: Path) -> None:
     begun = trained(folder, **given, on_step=third, cancel=stop)
     assert begun.stopped
     again = {**given, "resume": True, "overwrite": False}
-    with pytest.raises(InputError, match="--split was"):
+    with pytest.raises(InputError, match="split was"):
         trained(folder, **again, split="1,3")
     assert trained(folder, **again).losses == whole
 
@@ -211,7 +211,7 @@ def test_a_refusal_names_the_least_which_does(
     given: dict[str, str], folder: Path, alone: list[float], held: dict[str, int]
 ) -> None:
     said = refused(folder, **given, device_memory="1MiB")
-    least = "the smallest --device-memory that would do is"
+    least = "the smallest device_memory that would do is"
     found = re.search(rf"it has 1\.0 MiB, .* needed; {least} (\d+)MiB", said)
     assert found, said
     enough = int(found[1])
@@ -282,7 +282,7 @@ def test_moments_stay_here_where_a_run_else_would_not_fit(
     device = {"device": "cpu:1"}
     assert not trained(folder, **device).plan.job.offloaded
     without, said = (
-        re.search(r"smallest --device-memory that would do is (\d+)MiB", text)
+        re.search(r"smallest device_memory that would do is (\d+)MiB", text)
         for text in (
             refused(folder, **device, offload="none", device_memory="1MiB"),
             refused(folder, **device, device_memory="1MiB"),

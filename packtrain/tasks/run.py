@@ -30,7 +30,7 @@ from packtrain.tasks.alike import check_alike
 from packtrain.tasks.behaviour import ANSWERS
 from packtrain.tasks.ready import Prepare, Ready, facts
 from packtrain.tasks.trained import Trained
-from packtrain.tasks.watched import FINISHED, STOPPED, watched
+from packtrain.tasks.watched import Show, watched
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.compatible import check_compatible
 from packtrain.training.engine import Engine
@@ -42,7 +42,6 @@ from packtrain.training.space import check_space, resumable
 from packtrain.training.state import Progress, previous
 from packtrain.training.teacher import teach
 from packtrain.watch import Watch
-from packtrain.watch.board import Board
 from packtrain.watch.progress import clock, memory_text
 from packtrain.words import plural
 
@@ -83,16 +82,15 @@ def _joined(
 ) -> Trained:
     """The run, as one of its ranks."""
     yaml()  # which writes the settings: now, not inside the plan's memory
-    with watched(settings, events) as (events, board):
+    with watched(settings, events) as (events, show, ended):
         prepared = prepare(settings, events.message)
         check_alike(prepared)
         if settings.resume and prepared.found is None:
             events.notice(f"{settings.folder} has no checkpoint yet: starting at step 1")
         _begin(prepared, events)
-        train = partial(_train, settings, prepared, before, events, board)
+        train = partial(_train, settings, prepared, before, events, show)
         result = _carry_out(settings, prepared, train, events, after)
-        wrote = f"{result.output} is written"
-        board.end = (STOPPED, ["", *board.messages][-1]) if result.stopped else (FINISHED, wrote)
+        ended(result.output, result.stopped)
         return result
 
 
@@ -146,7 +144,7 @@ def _train(
     prepared: Ready,
     before: Callable[[Fit, Events, Callable[[], bool]], None],
     events: Events,
-    board: Board,
+    show: Show,
 ) -> Trained:
     """All steps, up to the last or a stop."""
     folder, total, job = settings.folder, prepared.planned_nbytes, prepared.job
@@ -158,7 +156,7 @@ def _train(
         Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
         events.training(job.steps, total, settings.steps_per_report, prepared.budget),
     ):
-        board.show(folder, lambda: watch.peak.nbytes)
+        show(folder, lambda: watch.peak.nbytes)
         if not _taught(prepared, folder, events, stopped):
             return Trained(settings.output, folder, prepared, Progress(), watch.peak.nbytes, True)
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)

@@ -1,9 +1,10 @@
 """The page of a run while it goes on (--watch): its server, what the run tells it, and the memory that a plan must
 count for it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from packtrain.errors import Interrupted
@@ -15,6 +16,10 @@ from packtrain.watch.board import Board
 ROOM_NBYTES = 5 << 20  # for answers; 3.7 MiB were measured with 15 stalled clients
 STARTED_NBYTES = 1 << 20  # by which a server that runs is larger than one that is loaded
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # how a run ends
+
+
+Show = Callable[[Path, Callable[[], int]], None]
+Ended = Callable[[Path, bool], None]  # the output, and whether the run was stopped
 
 
 class Told(Events):
@@ -62,21 +67,26 @@ def serving() -> Any:
 
 
 @contextmanager
-def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, Board]]:
-    """Serve the page of a run, if it is asked for: events to tell it by, and its board. Raises InputError.
+def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, Show, Ended]]:
+    """Serve the page of a run, if it is asked for: events to tell it by, and two functions. Raises InputError.
 
-    Whoever trains calls `show` of the board when the run's folder is its own, and sets its `end`; what is raised here
-    is an end, too. Pages that are open get the end before the server goes.
+    Whoever trains calls the first when the run's folder is its own, and the second at the end; what is raised here is
+    an end, too. Pages that are open get the end before the server goes.
     """
     board = Board(dict, settings.folder.stem, lambda: 0)
+
+    def ended(output: Path, stopped: bool) -> None:
+        wrote = FINISHED, f"{output} is written"
+        board.end = (STOPPED, ["", *board.messages][-1]) if stopped else wrote
+
     if settings.watch is None:
-        yield events, board
+        yield events, board.show, ended
         return
     server = serving().Watching(settings.watch, board)
     server.start()
     events.message(f"watch the run at {server.url}")
     try:
-        yield Told(events, board), board
+        yield Told(events, board), board.show, ended
     except (KeyboardInterrupt, Interrupted) as error:
         board.end = STOPPED, str(error) or "stopped at once, without saving"
         raise

@@ -157,8 +157,7 @@ class TuneSettings(RunSettings):
     )
     epochs: float | None = TRAINING(
         None,
-        "passes over the training data, in place of --iters (default: 3 up to 500 examples, 2 up to 2000, else 1; up"
-        " to 8 where they make less than 80 steps)",
+        "passes over the training data, in place of --iters (default: 3 to 1, by the number of examples)",
         least=0.001,
         most=1e6,
     )

@@ -20,6 +20,7 @@ from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import write_text
 from packtrain.generation import Generator, Limits, Reply
+from packtrain.memory import private_nbytes, settle
 from packtrain.models.adapted import adapted
 from packtrain.models.adapter import fitted, read_adapter
 from packtrain.models.file import ModelFile, open_model
@@ -37,6 +38,7 @@ ANSWERS = "answers.json"
 MAX_TOKENS = 200  # of an answer
 LOOP_TOKENS = 64  # an answer is so short that fewer repeated tokens than in `chat` make a loop
 PROMPT_ROWS = 64  # tokens of a prompt that are read at once
+TOKEN_NBYTES = 400  # of a token in a vocabulary that is read; 200 were measured
 MARK = "\x00"
 HELP = "more --epochs or a larger --lr teach more"
 
@@ -78,7 +80,7 @@ def check_answers(job: Job, budget: int | None, events: Events) -> None:
     settings, subject = cast(TuneSettings, job.settings), cast(Tuned, job.subject)
     (settings.folder / ANSWERS).unlink(missing_ok=True)
     questions = held_out(job, settings.check_answers)
-    if not questions:
+    if not questions or not _has_room(job, budget, events):
         return
     prompts, replies = [prompt for prompt, _ in questions], list[list[tuple[str, str]]]()
     try:
@@ -97,15 +99,7 @@ def check_answers(job: Job, budget: int | None, events: Events) -> None:
         return
     tokenizer, texts = subject.model.tokenizer(), question_texts(subject, prompts)
     answers = [
-        CheckedAnswer(
-            text,
-            tokenizer.decode(reference).strip(),
-            base[0],
-            base[1],
-            tuned[0],
-            tuned[1],
-            len(reference),
-        )
+        CheckedAnswer(text, tokenizer.decode(reference).strip(), *base, *tuned, len(reference))
         for text, (_, reference), base, tuned in zip(texts, questions, *replies, strict=True)
     ]
     listed = json.dumps([asdict(a) for a in answers], indent=1, ensure_ascii=False)
@@ -113,6 +107,15 @@ def check_answers(job: Job, budget: int | None, events: Events) -> None:
     events.answers(answers)
     for line in findings(answers):
         events.message(line)
+
+
+def _has_room(job: Job, budget: int | None, events: Events) -> bool:
+    """Whether the budget leaves room for the vocabulary; said if not."""
+    settle()
+    if budget is None or budget - private_nbytes() >= TOKEN_NBYTES * job.config.vocab_size:
+        return True
+    events.message("no held-out questions are answered: --memory leaves too little")
+    return False
 
 
 def held_out(job: Job, count: int) -> list[tuple[list[int], list[int]]]:

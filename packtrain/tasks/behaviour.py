@@ -99,8 +99,10 @@ def check_answers(job: Job, budget: int | None, events: Events) -> None:
         return
     tokenizer, texts = subject.model.tokenizer(), question_texts(subject, prompts)
     answers = [
-        CheckedAnswer(text, tokenizer.decode(reference).strip(), *base, *tuned, len(reference))
-        for text, (_, reference), base, tuned in zip(texts, questions, *replies, strict=True)
+        CheckedAnswer(text, tokenizer.decode(ids).strip(), base, ended, tuned, end, len(ids))
+        for text, (_, ids), (base, ended), (tuned, end) in zip(
+            texts, questions, *replies, strict=True
+        )
     ]
     listed = json.dumps([asdict(a) for a in answers], indent=1, ensure_ascii=False)
     write_text(settings.folder / ANSWERS, listed + "\n")

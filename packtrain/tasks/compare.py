@@ -33,6 +33,8 @@ LOOSE = re.compile(r"[\s,$]+|\.$")  # what does not make an answer another one
 class Compare:
     """Compare models on conversations: their losses, and the answers that they write."""
 
+    COMMON = "data has pattern temp judge text count n_predict show html json"
+
     model: tuple[Path, ...] = positional("the models, GGUF files, the base first")
     data: Path = required(
         "conversations that no model was trained on; of a folder, the test file, else valid, else train"

@@ -28,6 +28,8 @@ LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
 class Data:
     """Show data as the model sees it."""
 
+    COMMON = "model show ctx columns val_split chat_template train_on mask_prompt skip_bad"
+
     data: Path = positional(
         "the data: .jsonl, .json, .csv, .tsv, .xlsx, .txt or .parquet, or a folder of them"
     )

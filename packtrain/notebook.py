@@ -26,9 +26,9 @@ from packtrain.stop import stop_on_interrupt
 from packtrain.watch.count import Count
 from packtrain.watch.progress import ProgressLine
 
-FLAG = re.compile(r"--(no-)?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+FLAG = re.compile(r"(?<![\w./-])--(no-)?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 SECONDS = 0.5  # between two drawings of the bar
-TABLE = '<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
+TABLE = '<table style="text-align:left;font-variant-numeric:tabular-nums">'
 
 
 def display() -> Callable[..., Any] | None:
@@ -53,17 +53,10 @@ class Html:
         return self.html
 
 
-def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
-    """Rows as an HTML table; numbers are aligned to the right."""
-    lines = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"] if head else []
-    for row in rows:
-        cells = (
-            f'<td style="text-align:{"left" if isinstance(cell, str) else "right"}">'
-            f"{escape(f'{cell:,.4g}' if isinstance(cell, float) else str(cell))}</td>"
-            for cell in row
-        )
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"{TABLE}{''.join(lines)}</table>"
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of texts as an HTML table."""
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"{TABLE}{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def to_frame(history: Sequence[Mapping[str, Any]]) -> Any:
@@ -154,7 +147,7 @@ def keyworded(text: str) -> str:
         name = flag[2].replace("-", "_")
         return f"{name}=False" if flag[1] else "resume=True" if name == "resume" else name
 
-    return FLAG.sub(keyword, re.sub(r"packtrain (train|finetune) -o \S+ --resume", _again, text))
+    return FLAG.sub(keyword, re.sub(r"packtrain (train|finetune) -o .+? --resume", _again, text))
 
 
 def _again(command: re.Match[str]) -> str:

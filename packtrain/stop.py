@@ -22,6 +22,7 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 def stop_on_signals(numbers: Sequence[int] = ()) -> Iterator[Callable[[], bool]]:
     """`with stop_on_signals() as stopped:` yields a function that returns whether a signal has arrived.
 
+    numbers  of the signals; by default Ctrl-C, SIGTERM and a closed terminal
     Training calls it between steps; generation passes it to the executor, which calls it between ops (`stop=`).
     A second signal raises KeyboardInterrupt wherever the program is. A closed terminal (SIGHUP) counts, too, unless it
     is ignored as under nohup. Main thread only, as Python's signals are.

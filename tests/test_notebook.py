@@ -152,6 +152,12 @@ def test_errors_name_keywords(trained, tmp_path):
     with pytest.raises(InputError, match=r"^lora_rank has no effect with full"):
         pt.finetune(trained.output, TEXTS, output=tmp_path / "a.gguf", full=True, lora_rank="8")
     assert keyworded("give --no-pack or --lora-rank 8") == "give pack=False or lora_rank 8"
+    assert keyworded("data/my--notes.csv: row 3, see --skip-bad") == (
+        "data/my--notes.csv: row 3, see skip_bad"
+    )
+    assert keyworded("continue with: packtrain train -o 'my model.gguf' --resume") == (
+        "continue with: the same call of train and resume=True"
+    )
 
 
 def test_help_lists_every_setting():

@@ -19,10 +19,10 @@ from packtrain.words import plural
 RATE, WIDTH, POWER = 1e-4, 4096, 0.8  # LoRA's rate at a width, and how it grows for smaller ones
 FULL, PAIRS = 0.1, 0.1  # parts of it for all weights, and for losses of pairs
 SCALE, RSLORA_ALPHA = 2.0, 32.0  # alpha / rank; alpha / sqrt(rank) has no usual value
-MIN_UPDATES = 30  # below, a run is called too short
-GOOD_UPDATES = 80  # that more epochs are to make of small data
-MANY_UPDATES = 100  # that a step may take several rows at
-EPOCHS = ((500, 3), (2000, 2))  # up to so many examples, so many passes; 1 for more
+MIN_UPDATES = 30  # a run with fewer is called too short
+GOOD_UPDATES = 80  # small data is passed over more often until it makes as many
+MANY_UPDATES = 100  # a step takes several rows where the run still has as many
+EPOCHS = ((500, 3), (2000, 2))  # (most examples, epochs); 1 epoch for more examples
 MAX_EPOCHS = 8
 BATCH_SIZES = (4, 2, 1)
 LEGACY = {"batch_size": 4, "epochs": 1.0}  # of runs from before these rules
@@ -50,12 +50,11 @@ def completed(settings: TuneSettings, width: int, examples: int, rows: int) -> T
     older = begun and (settings.folder / "run.yaml").exists()  # its rate is `settings.usual_rate`
     if settings.lr is None and settings.optimizer != "lbfgs" and not older:
         settings = replace(settings, lr=usual_rate(settings, width))
-    epochs = _epochs(settings, examples, rows)
+    epochs = _epochs(settings, examples)
     if not settings.batch_size:
         settings = replace(settings, batch_size=_batch_size(settings, rows, epochs))
     if settings.iters is None and settings.epochs is None:
-        short = updates_of(settings, rows, epochs) < GOOD_UPDATES
-        if short:
+        if updates_of(settings, rows, epochs) < GOOD_UPDATES:
             per_epoch = updates_of(settings, rows, 1)
             epochs = min(max(epochs, math.ceil(GOOD_UPDATES / per_epoch)), MAX_EPOCHS)
         settings = replace(settings, epochs=float(epochs))
@@ -75,7 +74,7 @@ def as_begun(settings: TuneSettings) -> TuneSettings:
     return replace(settings, **{name: begun[name] for name in missing})
 
 
-def _epochs(settings: TuneSettings, examples: int, rows: int) -> float:
+def _epochs(settings: TuneSettings, examples: int) -> float:
     """Passes over the data: those asked for, or those that are usual for so many examples."""
     if settings.epochs is not None and settings.iters is None:
         return settings.epochs
@@ -105,7 +104,7 @@ def updates_of(settings: TuneSettings, rows: int, epochs: float) -> int:
 
 
 def prospect(examples: int, updates: int, rows: int, settings: TuneSettings) -> str:
-    """What a run of so many updates can teach: `82 examples, 51 updates …: enough for a style, not for facts`."""
+    """What a run of so many updates can teach: `82 examples, 85 updates …: enough for a style, not for facts`."""
     passes = updates * settings.batch_size * settings.grad_accumulation_steps / rows
     epochs = "1 epoch" if f"{passes:.2g}" == "1" else f"{passes:.2g} epochs"
     head = (

@@ -5,13 +5,14 @@ lanes are (N, 16), and an address is a pointer into each block. Types that look 
 """
 
 from functools import cache
-from types import FunctionType
+from types import FunctionType, ModuleType
 
 import numpy as np
 import triton
 import triton.language as tl
 
 from packtrain.gpu import blocks, launch
+from packtrain.types import words
 
 SIZE = 32  # blocks of a program
 
@@ -77,6 +78,8 @@ WORDS = {
         byte_at, bytes_at, char_at, chars_at, half_at, lane_numbers, short_at, spread_bits, store, to_floats, word_at,
     )
 }  # fmt: skip
+MODULE = ModuleType(words.__name__)  # where a function writes `words.half_at`
+vars(MODULE).update(WORDS)
 
 
 @triton.jit
@@ -105,13 +108,15 @@ def _compiled(code):
     plain, found = code.function, dict[str, object]()
     for name in plain.__code__.co_names:
         value = plain.__globals__.get(name)
-        if value is np.float32:
+        if value is words:
+            found[name] = MODULE
+        elif value is np.float32:
             found[name] = to_floats
         elif hasattr(value, "function"):
             found[name] = _compiled(value)
         elif isinstance(value, int):
             found[name] = tl.constexpr(value)
-        elif name in plain.__globals__:
+        elif name in plain.__globals__ or name in words.ASKED:
             found[name] = WORDS.get(name)
     if None in found.values():
         return None

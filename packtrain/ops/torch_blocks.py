@@ -6,13 +6,14 @@ address is a place in the bytes of each block. So a type is described once, for 
 
 import operator
 from functools import cache
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
 from packtrain import gpu
 from packtrain.ops.torch import CHUNK, spans, torch
+from packtrain.types import words
 from packtrain.types.words import Code, Word
 
 FUSED = gpu.late("unpack", "unpacked")
@@ -55,6 +56,8 @@ def words_of(code):
 
 
 def meaning(name, value):
+    if value is words:
+        return SimpleNamespace(**WORDS)
     if isinstance(value, Code):
         return lambda *given: words_of(value)(*given)
     if isinstance(value, Word):

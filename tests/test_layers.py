@@ -80,7 +80,8 @@ LAYERS = {
     "design": "errors ranks child words files dtypes tensor graph ops optim steps placing packing planning memory"
     " kernels cost speed recompute models context watch version backends",
     "training": "child ranks errors events words files settings dtypes tensor graph optim placing planning run memory"
-    " stop kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
+    " stop kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version"
+    " context",
     "serving": "errors words template samples tokenizer models sampling grammar context generation embedding watch"
     " memory version",
     "fitting": "notebook stop"

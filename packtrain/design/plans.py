@@ -17,6 +17,7 @@ from packtrain.models import transformer
 from packtrain.models.arch.architecture import LAYER_INPUTS, is_matrix
 from packtrain.models.config import Config
 from packtrain.models.lora import EMBEDDING
+from packtrain.models.replay import Replay
 from packtrain.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.placing import Placed, place
 from packtrain.planning import Plan, make_plan
@@ -27,6 +28,9 @@ from packtrain.tensor import GraphError, Role, Tensor
 LOOP_NBYTES = (
     1 << 22
 )  # progress line, metrics and files of the loop, stacks of threads; up to 3.2 MiB were measured
+WRITING_NBYTES = (
+    8 << 20
+)  # what stays of writing texts, before step 1: code, and heaps with free room
 THREADS_NBYTES = 1 << 20  # of the threads that exchange with other processes: stacks and heaps
 PASSING = 2  # such leaves at a time
 BOUND_NBYTES = 1_100  # bytes of an executor for each call, measured in a heap without free room
@@ -222,12 +226,13 @@ def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
 
 def loop_nbytes(shape: StepShape, calls: int) -> int:
     """Bytes of the training loop outside the session: executors, batches, files."""
-    # tokens, targets, weights, pos, seq, and which targets are an answer's, or what a teacher says
-    more = shape.pairs + (shape.distill.top + 1 if shape.distill else 0)
-    batch = (5 + 2 * more) * 4 * shape.rows * shape.time
+    # tokens, targets, weights, pos, seq, and which targets are an answer's, or what a teacher or the base says
+    said = 0 if shape.distill is None else shape.distill.numbers(shape.time)
+    batch = 4 * shape.rows * ((5 + 2 * shape.pairs) * shape.time + said)
     # as they come, with their share of the loss, and together or those before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
     own = LOOP_NBYTES + THREADS_NBYTES * (shape.ranks > 1)
+    own += WRITING_NBYTES * isinstance(shape.distill, Replay)
     return own + BOUND_NBYTES * calls + times * batch * shape.micros
 
 

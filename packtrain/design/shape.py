@@ -9,6 +9,7 @@ from packtrain.models.config import Config
 from packtrain.models.distill import Distill
 from packtrain.models.lora import SUFFIXES
 from packtrain.models.preference import Preference
+from packtrain.models.replay import Replay
 from packtrain.optim import Share
 from packtrain.recompute import Choice
 from packtrain.tensor import Tensor
@@ -61,7 +62,7 @@ class StepShape:
     scatter     and the sums of gradients, too
     base        the model file that is tuned; None: train a new model
     max_norm    clip gradients to this global norm, and then each of their values to `max_value`
-    distill     what a teacher has to say counts, too
+    distill     what a teacher has to say counts, too; or texts of the base
     preference  the loss of pairs of answers, of which a row has at most `pairs`; None: of the next token
     """
 
@@ -84,7 +85,7 @@ class StepShape:
     max_value: float | None = None
     preference: Preference | None = None
     pairs: int = 0
-    distill: Distill | None = None
+    distill: Distill | Replay | None = None
 
     @property
     def clipping(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from packtrain.gpu import blocks, launch
-from packtrain.types import words
 
 SIZE = 32  # blocks of a program
 
@@ -78,8 +77,6 @@ WORDS = {
         byte_at, bytes_at, char_at, chars_at, half_at, lane_numbers, short_at, spread_bits, store, to_floats, word_at,
     )
 }  # fmt: skip
-MODULE = ModuleType(words.__name__)  # where a function writes `words.half_at`
-vars(MODULE).update(WORDS)
 
 
 @triton.jit
@@ -105,18 +102,20 @@ def unpacked(y, x, code):
 def _compiled(code):
     """The function of a code with these words in place of those for compiled kernels, for Triton; None if it needs
     others."""
-    plain, found = code.function, dict[str, object]()
+    plain, found, words = code.function, dict[str, object](), ()
     for name in plain.__code__.co_names:
         value = plain.__globals__.get(name)
-        if value is words:
-            found[name] = MODULE
+        if isinstance(value, ModuleType):  # of words
+            found[name] = module = ModuleType(value.__name__)
+            vars(module).update(WORDS)
+            words = vars(value)["ASKED"]
         elif value is np.float32:
             found[name] = to_floats
         elif hasattr(value, "function"):
             found[name] = _compiled(value)
         elif isinstance(value, int):
             found[name] = tl.constexpr(value)
-        elif name in plain.__globals__ or name in words.ASKED:
+        elif name in plain.__globals__ or name in words:
             found[name] = WORDS.get(name)
     if None in found.values():
         return None

@@ -37,6 +37,7 @@ from packtrain.training.engine import Engine
 from packtrain.training.fit import CHECKPOINT, SAMPLE, Fit
 from packtrain.training.job import Job
 from packtrain.training.reference import refer
+from packtrain.training.replay import write_texts
 from packtrain.training.settings import RunSettings
 from packtrain.training.space import check_space, resumable
 from packtrain.training.state import Progress, previous
@@ -182,9 +183,10 @@ def _train(
 
 
 def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[], bool]) -> bool:
-    """What a teacher says is there, computed before the memory of the run is taken; not if it was stopped."""
+    """What a teacher says, and texts of the base, are there before the memory of the run is taken; not if stopped."""
     try:
         teach(prepared.job, folder, prepared.budget, events, stopped)
+        write_texts(prepared.job, folder, prepared.budget, events, stopped)
     except Interrupted as error:
         events.notice(f"{error}; continue with: {prepared.resume}")
         return False

@@ -114,6 +114,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 "without --teacher",
             ),
             ("teacher", lambda s: s.loss != NEXT_TOKEN, "with a loss of pairs"),
+            ("replay_weight", lambda s: s.replay == 0, "with --replay 0"),
             ("masters freeze", lambda s: not s.full, "without --full"),
             (
                 "type tensor_type lora_dropout",

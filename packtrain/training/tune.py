@@ -26,6 +26,7 @@ from packtrain.models.config import Config, check_context
 from packtrain.models.file import ModelFile, check_vocabularies, fingerprint, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, stored_type, write_changed
+from packtrain.models.replay import Replay
 from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
 from packtrain.samples import Dataset, Recipe, prepare
@@ -43,9 +44,18 @@ from packtrain.training.job import (
 )
 from packtrain.training.pairs import PairBatches
 from packtrain.training.reference import refers
+from packtrain.training.replay import ReplayBatches
 from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.teacher import TeacherBatches
-from packtrain.training.tune_defaults import as_begun, completed, prospect, usual_alpha
+from packtrain.training.tune_defaults import (
+    REPLAY_LENGTH,
+    REPLAY_TOP,
+    as_begun,
+    completed,
+    prospect,
+    replayed,
+    usual_alpha,
+)
 from packtrain.training.tune_settings import TuneSettings
 from packtrain.words import plural
 
@@ -195,13 +205,13 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     _check_blocks(settings.num_layers, model)
     config = replace(model.config, lora=None if settings.full else lora_of(settings, model.config))
     _check_aware(settings, model, config)
-    last = max(settings.num_layers, 0)
-    types, masters = tuple(model.types().items()), DTYPES[settings.masters]
-    base = Base(types, settings.freeze, last, settings.strict, masters)
+    last, types = max(settings.num_layers, 0), tuple(model.types().items())
+    base = Base(types, settings.freeze, last, settings.strict, DTYPES[settings.masters])
     if not Tuned(settings, model, config, base).trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, data = _batches(settings, model, config, say)
     settings = completed(settings, config.embedding_length, len(data.train), train.windows)
+    settings = replace(settings, replay=train.texts)
     for part in filter(None, (train, valid)):
         part.rows = settings.batch_size
     schedule = schedule_of(settings, len(train))
@@ -210,7 +220,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     shape = shape_of(settings, config, train.rows, train.time, evaluates or refers(how), base, say)
     if isinstance(train, PairBatches):
         shape = replace(shape, preference=how, pairs=train.most)
-    if isinstance(train, TeacherBatches):
+    if isinstance(train, TeacherBatches | ReplayBatches):
         shape = replace(shape, distill=train.how)
     return Job(
         settings,
@@ -243,6 +253,7 @@ def _batches(
             row_length(2 * length, *map(PairBatches.lengths_of, parts)),
         )
     size, learnt = (max(settings.batch_size, 1), time), make
+    count = replayed(settings, config, dataset.train)
     if settings.distill is not None and settings.teacher is not None:
         teacher = open_model(existing(settings.teacher, "--teacher"))
         check_vocabularies(model, teacher, "a teacher")
@@ -252,9 +263,13 @@ def _batches(
             )
         mark = fingerprint(teacher)
         learnt = partial(TeacherBatches, how=settings.distill, teacher=teacher, mark=mark)
+    elif count:
+        top = min(REPLAY_TOP, config.vocab_size)
+        replay = Replay(min(REPLAY_LENGTH, time), settings.replay_weight, top)
+        learnt = partial(ReplayBatches, how=replay, texts=count, base=model)
     train, valid = learnt(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
     if dataset.valid is not None:
-        valid = make(dataset.valid, *size, shuffle=False, pack=settings.pack)
+        valid = make(dataset.valid, size[0], train.time, shuffle=False, pack=settings.pack)
     return train, valid, dataset
 
 

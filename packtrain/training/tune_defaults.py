@@ -1,6 +1,6 @@
 """Settings of finetune that its user leaves open: they follow from the model's width and the number of examples.
 
-    82 examples in 17 rows, width 640  ->  lr 4.4e-4, 1 row a step, 5 epochs: 85 updates
+    82 examples in 17 rows, width 640  ->  lr 4.4e-4, 1 row a step, 11 epochs: 187 updates
     9,000 examples in 4,000 rows       ->  4 rows a step, 1 epoch: 1,000 updates
 
 Rates: LoRA Without Regret (Schulman et al. 2025) finds that the best one falls with the width, does not depend on the
@@ -11,7 +11,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from packtrain.errors import InputError
+from packtrain.models.config import Config
 from packtrain.ranks import here
+from packtrain.samples import Samples
 from packtrain.settings import read_yaml
 from packtrain.training.tune_settings import NEXT_TOKEN, TuneSettings
 from packtrain.words import plural
@@ -20,13 +23,14 @@ RATE, WIDTH, POWER = 1e-4, 4096, 0.8  # LoRA's rate at a width, and how it grows
 FULL, PAIRS = 0.1, 0.1  # parts of it for all weights, and for losses of pairs
 SCALE, RSLORA_ALPHA = 2.0, 32.0  # alpha / rank; alpha / sqrt(rank) has no usual value
 MIN_UPDATES = 30  # a run with fewer is called too short
-GOOD_UPDATES = 80  # small data is passed over more often until it makes as many
-MANY_UPDATES = 100  # a step takes several rows where the run still has as many
+GOOD_UPDATES = 180  # of small data: steps take fewer rows, and the data is passed over more often, to make as many
 EPOCHS = ((500, 3), (2000, 2))  # (most examples, epochs); 1 epoch for more examples
-MAX_EPOCHS = 8
+MAX_EPOCHS = 12
 BATCH_SIZES = (4, 2, 1)
 LEGACY = {"batch_size": 4, "epochs": 1.0}  # of runs from before these rules
-OPEN = ("lr", "batch_size", "epochs", "lora_alpha")
+OPEN = ("lr", "batch_size", "epochs", "lora_alpha", "replay")
+# texts of the base, tokens of each, and of how many of its likeliest tokens the probabilities are kept
+REPLAY, REPLAY_LENGTH, REPLAY_TOP = 64, 128, 64
 
 
 def usual_rate(settings: TuneSettings, width: int) -> float:
@@ -46,9 +50,7 @@ def completed(settings: TuneSettings, width: int, examples: int, rows: int) -> T
 
     examples, rows  in the training data; several short examples share a row
     """
-    begun = settings.resume and not settings.overwrite
-    older = begun and (settings.folder / "run.yaml").exists()  # its rate is `settings.usual_rate`
-    if settings.lr is None and settings.optimizer != "lbfgs" and not older:
+    if settings.lr is None and settings.optimizer != "lbfgs" and not is_older(settings):
         settings = replace(settings, lr=usual_rate(settings, width))
     epochs = _epochs(settings, examples)
     if not settings.batch_size:
@@ -59,6 +61,29 @@ def completed(settings: TuneSettings, width: int, examples: int, rows: int) -> T
             epochs = min(max(epochs, math.ceil(GOOD_UPDATES / per_epoch)), MAX_EPOCHS)
         settings = replace(settings, epochs=float(epochs))
     return settings
+
+
+def is_older(settings: TuneSettings) -> bool:
+    """Whether a resumed run leaves open what later runs have in their folder; its rate is `settings.usual_rate`."""
+    return settings.resume and not settings.overwrite and (settings.folder / "run.yaml").exists()
+
+
+def replayed(settings: TuneSettings, config: Config, samples: Samples) -> int:
+    """Texts of the base that rows end in, see training.replay. Raises InputError where there can be none."""
+    name = "" if settings.model is None else settings.model.name
+    reasons = {
+        "--teacher says what all texts should be like": settings.teacher is not None,
+        f"--loss {settings.loss} has no such term": settings.loss != NEXT_TOKEN,
+        f"{name} caps its logits, which it is not for": bool(config.final_softcap),
+    }
+    for reason, holds in reasons.items():
+        if holds and settings.replay:
+            raise InputError(f"--replay {settings.replay}: {reason}; leave it out")
+    if settings.replay is not None:
+        return settings.replay
+    # where whole texts are learned, or all weights change, the data is to shape everything that the model writes
+    usual = not settings.full and not samples.weights.all() and not is_older(settings)
+    return REPLAY if usual and not any(reasons.values()) else 0
 
 
 def as_begun(settings: TuneSettings) -> TuneSettings:
@@ -89,7 +114,7 @@ def _batch_size(settings: TuneSettings, rows: int, epochs: float) -> int:
     for size in sizes:
         sized = replace(settings, batch_size=size)
         if settings.iters is None:
-            enough = updates_of(sized, rows, epochs) >= MANY_UPDATES
+            enough = updates_of(sized, rows, epochs) >= GOOD_UPDATES
         else:
             enough = settings.iters <= updates_of(sized, rows, epochs)
         if enough:
@@ -104,7 +129,7 @@ def updates_of(settings: TuneSettings, rows: int, epochs: float) -> int:
 
 
 def prospect(examples: int, updates: int, rows: int, settings: TuneSettings) -> str:
-    """What a run of so many updates can teach: `82 examples, 85 updates …: enough for a style, not for facts`."""
+    """What a run of so many updates can teach: `82 examples, 187 updates …: enough for a style, not for facts`."""
     passes = updates * settings.batch_size * settings.grad_accumulation_steps / rows
     epochs = "1 epoch" if f"{passes:.2g}" == "1" else f"{passes:.2g} epochs"
     head = (

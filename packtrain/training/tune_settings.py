@@ -142,6 +142,17 @@ class TuneSettings(RunSettings):
         16, "with --teacher: how many of its likeliest tokens count", least=1, most=128
     )
 
+    replay: int | None = TRAINING(
+        None,
+        "texts that the base writes before step 1; the tuned model stays near the base in them, so that it forgets"
+        " less; 0: none (default: 64, for adapters that learn answers)",
+        least=0,
+        most=100_000,
+    )
+    replay_weight: float = TRAINING(
+        3.0, "how much these texts count, where the data counts 1", least=1e-6, most=1e6
+    )
+
     mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
     train_on: str = DATA(
         "all", "which of the assistant's turns to train on", choices=("all", "last")
@@ -153,11 +164,11 @@ class TuneSettings(RunSettings):
     pack: bool = DATA(True, "pack several samples into one sequence")
 
     batch_size: int = TRAINING(
-        0, "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 100 steps", least=0
+        0, "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 180 steps", least=0
     )
     epochs: float | None = TRAINING(
         None,
-        "passes over the training data, in place of --iters (default: 3 to 1, by the number of examples)",
+        "passes over the data, in place of --iters (default: 3 to 1, for few examples up to 12: 180 steps or more)",
         least=0.001,
         most=1e6,
     )

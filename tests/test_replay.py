@@ -1,0 +1,265 @@
+"""Replay: the loss and its gradients, texts that the base writes, rows that end in them, runs that forget less."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import ops
+from packtrain.checking.running import run
+from packtrain.cli import main
+from packtrain.grad import differentiate
+from packtrain.graph import Graph
+from packtrain.models.config import Config
+from packtrain.models.file import open_model
+from packtrain.models.replay import ENTROPY, IDS, PARTS, Replay
+from packtrain.models.transformer import Loss
+from packtrain.training.replay import FILE, ReplayBatches
+from packtrain.watch import metrics
+from tests.architectures import random_model
+from tests.test_train import said, signal_after, weights
+
+B, T, C, V = 2, 6, 8, 23
+CONFIG = Config(V, 16, C, 1, 16, 2, 1)
+HOW = Replay(length=3, weight=0.7, top=5)
+STORIES = Path(__file__).parents[2] / "shared/data/models/stories260K/stories260K.gguf"
+
+
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(-1, keepdims=True)
+    logs: np.ndarray = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    return logs
+
+
+def example() -> dict[str, np.ndarray]:
+    """Inputs of two rows whose last three targets are a text of the base, as ReplayBatches would make them."""
+    rng = np.random.default_rng(1)
+    base = log_softmax(rng.standard_normal((B, HOW.length, V)) * 2)
+    targets = rng.integers(0, V, (B, T)).astype(np.int32)
+    weights = rng.uniform(0.1, 1, (B, T)).astype(np.float32)
+    more: dict[str, list[np.ndarray]] = {IDS: [], PARTS: [], ENTROPY: []}
+    for row in range(B):
+        drawn = targets[row, -HOW.length :]
+        ids = np.argsort(-base[row], -1)[:, : HOW.top]
+        logps = np.take_along_axis(base[row], ids, -1)
+        logp = np.take_along_axis(base[row], drawn[:, None], -1)[:, 0]
+        *inputs, own = HOW.targets(drawn, ids, logps, logp)
+        for name, value in zip(more, inputs, strict=True):
+            more[name].append(value)
+        weights[row, -HOW.length :] = own * 0.2
+    values = {name: np.stack(value) for name, value in more.items()}
+    x = rng.standard_normal((B, T, C)).astype(np.float32)
+    head = rng.standard_normal((V, C)).astype(np.float32)
+    return {"x": x, "head": head, "targets": targets, "weights": weights, "base": base, **values}
+
+
+def expected(given: dict[str, np.ndarray], x: np.ndarray) -> float:
+    """The loss in f64, written out over the whole vocabulary."""
+    logq = log_softmax(x.astype(np.float64) @ given["head"].astype(np.float64).T)
+    targets, n = given["targets"], T - HOW.length
+    hard = -np.take_along_axis(logq, targets[..., None], -1)[..., 0] * given["weights"]
+    total = hard[:, :n].sum()
+    for row in range(B):
+        shares = np.zeros((HOW.length, V))
+        for at, y in enumerate(targets[row, n:]):
+            p = np.exp(given["base"][row, at])
+            likely = np.argsort(-p)[: HOW.top]
+            shares[at, likely] = p[likely]
+            if y not in likely:
+                shares[at, y] = 1
+        sums = shares.sum(-1)
+        each = (shares * (given["base"][row] - logq[row, n:])).sum(-1) / sums
+        total += (each * given["weights"][row, n:]).sum()
+    return float(total * (1 + HOW.weight))
+
+
+def test_the_loss_and_its_slope() -> None:
+    """By the definition, and by finite differences in float64."""
+    given = example()
+    x, head = pt.weight("x", (B, T, C)), pt.weight("token_embd.weight", (V, C))
+    targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
+    results = ops.linear_cross_entropy(x, head, targets, counted, chunk=4)
+    made = Loss(results[0], results[1], results[2], [], x, targets, counted)
+    loss = HOW.loss(CONFIG, {"token_embd.weight": head}, made, 4)
+    slope = differentiate(loss, [x])[x]
+    graph = Graph({"loss": loss, "slope": slope})
+    names = {leaf.label for leaf in graph.leaves}
+    fed = {n: v for n, v in {**given, "token_embd.weight": given["head"]}.items() if n in names}
+    got = run(graph, fed)
+    assert float(got["loss"]) == pytest.approx(expected(given, given["x"]), rel=1e-5)
+    for at in [*np.ndindex(B, T, C)][::5]:
+        step = np.zeros((B, T, C))
+        step[at] = 1e-5
+        up, down = (expected(given, given["x"] + sign * step) for sign in (1, -1))
+        assert got["slope"][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), at
+
+
+def test_on_average_over_the_text_targets_are_the_base_probabilities() -> None:
+    """Unlikely tokens are only drawn, and stand for all that are not among the likeliest."""
+    rng = np.random.default_rng(2)
+    logp = log_softmax(rng.standard_normal(V))
+    likely = np.argsort(-logp)[: HOW.top]
+    mean, counted = np.zeros(V), 0.0
+    for y in range(V):
+        ids, parts, _, weights = HOW.targets(
+            np.array([y]), likely[None], logp[likely][None], logp[y : y + 1]
+        )
+        share = np.zeros(V)
+        np.add.at(share, ids[:, 0], -parts[:, 0])
+        share[y] += 1  # of -log q(y) itself
+        whole = np.exp(logp[likely]).sum() + (y not in likely)
+        mean += math.exp(logp[y]) * whole * share
+        counted += math.exp(logp[y]) * whole
+        assert weights.sum() == pytest.approx(1)
+    np.testing.assert_allclose(mean, np.exp(logp), atol=1e-6)
+    assert counted == pytest.approx(1)
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("replay")
+    rng = random.Random(1)
+    words = [[rng.choice(("sun", "ice", "sea", "sky")) for _ in range(3)] for _ in range(50)]
+    lines = [{"prompt": f"say {w[0]}", "completion": " ".join(w)} for w in words]
+    (made / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (made / "text.txt").write_text("sun and ice and sea and sky. " * 200)
+    for name in ("llama tied", "gemma2", "qwen2"):
+        random_model(made / f"{name}.gguf", name)
+    return made
+
+
+def tuned(
+    folder: Path, output: Path, *more: str, base: str = "llama tied", data: str = "data.jsonl"
+) -> int:
+    given = [str(folder / f"{base}.gguf"), "--data", str(folder / data), "-o", str(output)]
+    usual = ["--batch-size", "2", "--lr", "0.003", "--no-tensorboard", "--check-answers", "0"]
+    return main(["finetune", *given, *usual, *more])
+
+
+def losses(output: Path) -> list[float]:
+    path = output.with_suffix(".run") / "metrics.jsonl"
+    return [r["loss"] for r in metrics.read(path) if "loss" in r]
+
+
+def texts(output: Path) -> dict[str, np.ndarray]:
+    with np.load(output.with_suffix(".run") / FILE) as file:
+        return {name: file[name] for name in file}
+
+
+@pytest.mark.parametrize("base", ["llama tied", "qwen2"])
+def test_answers_are_learned_beside_texts_of_the_base(
+    base: str, folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """By default; each text is whole, and none holds an end. Its probabilities are the base's."""
+    output = tmp_path / "tuned.gguf"
+    assert tuned(folder, output, "--iters", "2", base=base) == 0, said(capsys)
+    found = texts(output)
+    assert found["tokens"].shape == (64, 129) and (found["tokens"] >= 0).all()
+    ends = [*open_model(folder / f"{base}.gguf").tokenizer().ends]
+    assert not np.isin(found["tokens"][:, 1:], ends).any()
+    assert len({row.tobytes() for row in found["tokens"]}) == 64
+    context = pt.Context(folder / f"{base}.gguf", cells=128, cache="f32")
+    logits = context.decode(found["tokens"][3, :20].tolist(), wanted=range(20))
+    want = np.take_along_axis(log_softmax(logits), found["tokens"][3, 1:21, None], -1)[:, 0]
+    np.testing.assert_allclose(found["logp"][3, :20], want, atol=0.02)
+
+
+def test_rows_end_in_a_text_that_counts_as_much_as_the_weight_says(
+    folder: Path, tmp_path: Path
+) -> None:
+    ready = pt.plan(
+        pt.finetune, model=folder / "llama tied.gguf", data=folder / "data.jsonl",
+        output=tmp_path / "t.gguf", replay=3, replay_weight=2.0, batch_size=2,
+    )  # fmt: skip
+    train = ready.job.train
+    assert isinstance(train, ReplayBatches)
+    train.known["tokens"][:] = np.arange(3)[:, None]
+    for index in range(2 * len(train)):
+        batch = train[index]
+        for row in range(2):
+            text, data = slice(-128, None), slice(None, -128)
+            assert set(batch["tokens"][row, text]) == {(2 * index + row) % 3}
+            assert np.array_equal(batch["pos"][row, text], np.arange(128))
+            assert batch["seq"][row, text].min() > batch["seq"][row, data].max()
+            assert batch["weights"][row, text].sum() == pytest.approx(
+                2 * batch["weights"][row, data].sum(), rel=1e-5
+            )
+
+
+def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    whole, stopped = tmp_path / "whole.gguf", tmp_path / "stopped.gguf"
+    assert tuned(folder, whole, "--iters", "6") == 0
+    with signal_after(3):
+        assert tuned(folder, stopped, "--iters", "6") == 130
+    assert tuned(folder, stopped, "--iters", "6", "--resume") == 0, said(capsys)
+    assert losses(whole) == losses(stopped)
+    first, second = (weights(path) for path in (whole, stopped))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("more", "data"),
+    [
+        (["--replay", "0"], "data.jsonl"),
+        (["--full", "--lr", "1e-4"], "data.jsonl"),
+        (["--teacher", "llama tied.gguf"], "data.jsonl"),
+        ([], "text.txt"),
+    ],
+    ids=["0", "full", "teacher", "text"],
+)
+def test_no_texts_are_written_where_none_count(
+    more: list[str], data: str, folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "tuned.gguf"
+    more = [str(folder / one) if one.endswith(".gguf") else one for one in more]
+    assert tuned(folder, output, "--iters", "1", *more, data=data) == 0
+    assert not (output.with_suffix(".run") / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "why"),
+    [
+        ("gemma2", ["--replay", "8"], "gemma2.gguf caps its logits"),
+        ("llama tied", ["--replay", "8", "--teacher", "llama tied.gguf"], "--replay 8: --teacher"),
+        ("llama tied", ["--replay", "8", "--loss", "dpo"], "--replay 8: --loss dpo"),
+        ("llama tied", ["--replay", "0", "--replay-weight", "2"], "has no effect with --replay 0"),
+    ],
+)
+def test_what_it_is_not_for_is_refused(
+    base: str, more: list[str], why: str, folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    more = [str(folder / one) if one.endswith(".gguf") else one for one in more]
+    data = "data.jsonl"
+    if "dpo" in more:
+        (folder / "pairs.jsonl").write_text(
+            "\n".join([json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"})] * 30)
+        )
+        data = "pairs.jsonl"
+    assert tuned(folder, tmp_path / "tuned.gguf", *more, base=base, data=data) == 2
+    assert any(why in line for line in said(capsys)), why
+
+
+@pytest.mark.shared
+def test_a_tuned_model_forgets_less(folder: Path, tmp_path: Path) -> None:
+    """Perplexity of text like the base's own grows by less than a third of what it does without."""
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "Once upon a time there was a little girl named Lily. She liked to play in the park. " * 12
+    )
+    grown = []
+    for count in ("0", "64"):
+        output = tmp_path / f"{count}.gguf"
+        given = ["finetune", str(STORIES), "--data", str(folder / "data.jsonl"), "-o", str(output)]
+        more = ["--replay", count, "--iters", "40", "--check-answers", "0"]
+        assert main([*given, *more]) == 0
+        after, before = (pt.evaluate(model, data=text).loss().value for model in (output, STORIES))
+        grown.append(after - before)
+    assert grown[1] < grown[0] / 3, grown

@@ -61,11 +61,11 @@ def test_class_ids_may_be_any_whole_numbers(kind):
 
 
 def test_whole_numbers_that_do_not_fit_are_named():
-    given = {**data(), "y": np.full(POINTS, 1 << 32)}
+    given, into = pt.Dataset({"n": np.full(POINTS, 1 << 32)}), {"n": np.empty(POINTS, np.int32)}
     with pytest.raises(
-        pt.InputError, match="y has values from 4294967296 to 4294967296; int32 ends"
+        pt.InputError, match="n has values from 4294967296 to 4294967296; int32 ends"
     ):
-        pt.fit(net, given, batch=200)
+        next(given.batches(POINTS, into=into))
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16", "bf16"])
@@ -190,3 +190,45 @@ def test_one_datapoint_has_no_error():
     result = pt.Result()
     result.add(1, 0.5, 1, None)
     assert str(result) == "loss 0.5000, accuracy 100.00 %"
+
+
+def several(rows: int) -> pt.Model:
+    """Four labels for each datapoint."""
+    x, w = pt.input("x", (rows, 4, 5)), pt.weight("w", (3, 5))
+    logits = pt.matmul(pt.reshape(x, shape=(rows * 4, 5)), w)
+    labels = pt.reshape(pt.input("y", (rows, 4), pt.i32), shape=(rows * 4,))
+    return pt.Model.cross_entropy(logits, labels)
+
+
+def test_accuracy_is_a_share_of_labels_where_a_datapoint_has_several() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((8, 4, 5)).astype(np.float32)
+    y = x @ rng.standard_normal((5, 3))
+    data = {"x": x, "y": y.argmax(-1).astype(np.int32)}
+    trainer = pt.Trainer(several, pt.AdamW(lr=0.1), batch=4)
+    first, tested = pt.epoch(trainer, data, 4)
+    for result in (first, tested):
+        assert 0 <= result.accuracy <= 1 and result.labels == 16
+        assert 0 <= result.accuracy_error < 0.2 or result.accuracy in (0, 1)
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_a_label_that_is_no_class_is_named(wrong: int) -> None:
+    data = {"x": np.zeros((8, 4, 5), np.float32), "y": np.zeros((8, 4), np.int32)}
+    data["y"][5, 2] = wrong
+    trainer = pt.Trainer(several, pt.AdamW(lr=0.1), batch=4)
+    with pytest.raises(pt.InputError, match=rf"y\[5, 2\] is {wrong}; classes are .* from 0 to 2"):
+        pt.epoch(trainer, data)
+
+
+def test_a_short_run_on_nan_ends_with_an_error() -> None:
+    data = {"x": np.full((4, 4, 5), np.nan, np.float32), "y": np.zeros((4, 4), np.int32)}
+    trainer = pt.Trainer(several, pt.AdamW(lr=0.1), batch=4)
+    with pytest.raises(ArithmeticError, match="step 1: the loss or gradient is not finite"):
+        pt.epoch(trainer, data)
+
+
+def test_a_short_fit_on_nan_ends_with_an_error() -> None:
+    data = {"x": np.full((4, 4, 5), np.nan, np.float32), "y": np.zeros((4, 4), np.int32)}
+    with pytest.raises(ArithmeticError, match="step 2: the loss or gradient is not finite"):
+        pt.fit(several, data, pt.AdamW(lr=0.1), batch=2, epochs=1, val_split=0)

@@ -85,6 +85,7 @@ def epoch(
     if at:
         for _ in steps(trainer, data, places[:at], learnt, callbacks, number):
             pass
+        trainer.check_finite()
     if at < len(places):
         evaluate(trainer, data, places[at:], tested, callbacks, number)
     return learnt, tested
@@ -133,9 +134,8 @@ def _add(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
     """Add a physical batch's outputs."""
     correct = outputs.get("correct")
     loss = float(outputs.get(WHOLE, outputs["loss"]))
-    result.add(
-        trainer.rows, loss, None if correct is None else int(correct), outputs.get("predictions")
-    )
+    right, labels = None if correct is None else int(correct), trainer.model.label_count
+    result.add(trainer.rows, loss, right, outputs.get("predictions"), labels)
 
 
 def dataset(data: Dataset | Mapping[str, Any]) -> Dataset:
@@ -151,12 +151,27 @@ def check(trainer: Trainer, data: Dataset, what: str = "the dataset") -> None:
                 f"{what} has {name}, which is no input of the model; it has {', '.join(inputs)}"
             )
         _check_column(name, values, inputs[name], rows)
+    _check_labels(trainer, data)
     missing = [name for name in inputs if name not in data.columns and name not in others]
     if missing:
         raise InputError(f"{what} has no {missing[0]}, an input of the model")
     if len(data) < rows:
         raise InputError(
             f"a batch of {rows:,} is more than the {plural(len(data), 'datapoint')} of {what}"
+        )
+
+
+def _check_labels(trainer: Trainer, data: Dataset) -> None:
+    """Raise InputError for a class that the model does not have."""
+    name, classes = trainer.model.classes
+    if name not in data.columns:
+        return
+    values = data.columns[name]
+    wrong = np.argwhere((values < 0) | (values >= classes))
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise InputError(
+            f"{name}[{', '.join(map(str, at))}] is {values[at]}; classes are whole numbers from 0 to {classes - 1}"
         )
 
 

@@ -164,6 +164,8 @@ def _run(
                 fitted.epochs.append(done)
                 say(str(done))
         record.save()
+    if not fitted.stopped:
+        runs.check_finite()
     fitted.peak_nbytes = peak.nbytes
     return fitted
 

@@ -67,6 +67,23 @@ class Model:
         return found
 
     @property
+    def label_count(self) -> int | None:
+        """Labels of a physical batch: one for each row of scores, which may be several for a datapoint."""
+        labels = self.labels
+        if labels is None:
+            return None
+        return int(np.prod(labels.shape if labels.dtype == i32 else labels.shape[:-1]))
+
+    @property
+    def classes(self) -> tuple[str, int]:
+        """The input that has class ids, and how many classes there are; ("", 0) if none is known."""
+        scores, labels = self.predictions, self.labels
+        if scores is None or labels is None or (scores.dtype, labels.dtype) != (f32, i32):
+            return "", 0
+        leaves = Graph([labels]).leaves
+        return (leaves[0].label, scores.shape[-1]) if len(leaves) == 1 else ("", 0)
+
+    @property
     def leaves(self) -> tuple[Tensor, ...]:
         return Graph(self.outputs).leaves
 

@@ -17,15 +17,22 @@ class Result:
     mean: bool = True
     keep: bool = False
     ndata: int = 0
+    labels: int = 0  # more than datapoints, if each has several
     losses: list[float] = field(default_factory=list)
     correct: int | None = None
     kept: list[np.ndarray] = field(default_factory=list)
 
     def add(
-        self, ndata: int, loss: float, correct: int | None, predictions: np.ndarray | None
+        self,
+        ndata: int,
+        loss: float,
+        correct: int | None,
+        predictions: np.ndarray | None,
+        labels: int | None = None,
     ) -> None:
-        """Add a physical batch."""
+        """Add a physical batch; labels: how many of which `correct` are right, if not one for each datapoint."""
         self.ndata += ndata
+        self.labels += ndata if labels is None else labels
         self.losses.append(loss)
         if correct is not None:
             self.correct = (self.correct or 0) + correct
@@ -50,15 +57,15 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Share of datapoints whose class was predicted; NaN for models without classes."""
-        return math.nan if self.correct is None else self.correct / self.ndata
+        """Share of labels that were predicted; NaN for models without classes."""
+        return math.nan if self.correct is None else self.correct / self.labels
 
     @property
     def accuracy_error(self) -> float:
-        """Standard error of the accuracy; NaN below two datapoints."""
-        if self.correct is None or self.ndata < 2:
+        """Standard error of the accuracy; NaN below two labels."""
+        if self.correct is None or self.labels < 2:
             return math.nan
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / (self.ndata - 1))
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / (self.labels - 1))
 
     @property
     def predictions(self) -> np.ndarray:

@@ -220,6 +220,13 @@ class Trainer:
             self.say(f"step {number} skipped, its loss or gradient is not finite: {bad}")
         return Stepped(tuple(turn.outputs), float(got["squares"]) ** 0.5, turn.evaluations)
 
+    def check_finite(self) -> None:
+        """Raise NotFinite if the last step was skipped, because its loss or gradient was not finite."""
+        if self._bad:
+            raise NotFinite(
+                f"step {self.done}: the loss or gradient is not finite, as of {plural(self._bad, 'step')} at the end"
+            )
+
     def _given(self, graph: str, batch: Arrays, number: int) -> dict[str, Any]:
         """The inputs of a graph: those columns that it reads, and what is not data."""
         wanted = self.run[graph].inputs

@@ -60,9 +60,13 @@ class Allocator:
         return offset
 
     def release(self, offset: int, size: int) -> None:
-        """Free bytes, merging them with free neighbours."""
+        """Free bytes, merging them with free neighbours. Raises ValueError for bytes that are free already."""
         size = self._rounded(size)
         at = sum(block < offset for block, _ in self.free)
+        before = sum(self.free[at - 1]) if at else 0
+        after = self.free[at][0] if at < len(self.free) else self.nbytes
+        if not before <= offset <= offset + size <= after:
+            raise ValueError(f"{size} bytes at {offset} are not all taken")
         first, last = at, at
         if at and sum(self.free[at - 1]) == offset:
             first, offset, size = at - 1, self.free[at - 1][0], self.free[at - 1][1] + size
@@ -71,6 +75,8 @@ class Allocator:
         self.free[first:last] = [(offset, size)]
 
     def _rounded(self, size: int) -> int:
+        if size < 0:
+            raise ValueError(f"{size} bytes: a size is at least 0")
         return -(-size // self.alignment) * self.alignment
 
 

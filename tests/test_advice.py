@@ -105,6 +105,20 @@ def test_downloads_of_something_else(folder: Path, content: str, said: str):
 
 
 @pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"tjgg\3\0\0\0", "it is a model (ggjt) of llama.cpp from before GGUF"),
+        (b"algg\1\0\0\0", "it is a LoRA adapter (ggla) of llama.cpp from before GGUF"),
+        (b"pcgg\1\0\0\0", "it is a training checkpoint (ggcp) of llama.cpp from before GGUF"),
+        (b"PK\3\4" + bytes(60), "it is a file of PyTorch's: packtrain convert"),
+    ],
+)
+def test_files_from_before_gguf(folder: Path, content: bytes, said: str) -> None:
+    (folder / "m.gguf").write_bytes(content)
+    assert refused("m.gguf").startswith(f"m.gguf: this is not a GGUF file; {said}")
+
+
+@pytest.mark.parametrize(
     "command",
     ["chat", "generate", "inspect", "data a.txt -m", "finetune --data a.txt", "plan finetune --data a.txt",
      "eval --data a.txt", "choose --data a.txt -o o.gguf tuned.gguf", "merge -o o.gguf a.gguf"],

@@ -76,6 +76,23 @@ def test_free_blocks_after_each_merge() -> None:
     ]
 
 
+@pytest.mark.parametrize("offset", [16, 24, 0, 48])
+def test_bytes_that_are_free_are_not_released_again(offset: int) -> None:
+    """Twice, in part, around a block, or beyond the end of the buffer."""
+    allocator = Allocator(nbytes=48)
+    taken = [allocator.take(16) for _ in range(3)]
+    allocator.release(taken[1], 16)
+    before = [*allocator.free]
+    with pytest.raises(ValueError, match="are not all taken"):
+        allocator.release(offset, 24 if offset in (0, 24) else 16)
+    assert allocator.free == before
+
+
+def test_a_size_is_at_least_0() -> None:
+    with pytest.raises(ValueError, match="-5 bytes: a size is at least 0"):
+        Allocator(nbytes=48).take(-5)
+
+
 def test_the_most_that_was_used() -> None:
     allocator = Allocator(alignment=16)
     first, second = allocator.take(10), allocator.take(17)

@@ -15,6 +15,13 @@ HUB = r"(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
 REPOSITORY = re.compile(rf"(?:{HUB})?(([\w.-]+)/([\w.-]+))(?:/(?:resolve|blob)/[^/]+/(.+))?")
 OLLAMA = re.compile(r"(?:(?:([\w.-]+)/)?([\w.-]+)/)?([\w.-]+):([\w.-]+)")
 OLLAMA_FOLDERS = ("$OLLAMA_MODELS", "~/.ollama/models", "/usr/share/ollama/.ollama/models")
+OLDER = {  # files of ggml and llama.cpp from before GGUF, by their first bytes
+    b"lmgg": "a model (ggml)",
+    b"fmgg": "a model (ggmf)",
+    b"tjgg": "a model (ggjt)",
+    b"algg": "a LoRA adapter (ggla)",
+    b"pcgg": "a training checkpoint (ggcp)",
+}
 WEIGHTS = "application/vnd.ollama.image.model"
 
 
@@ -83,6 +90,10 @@ def other_content(path: Path, begin: bytes) -> str:
         return "; it is a web page about the file: download the file itself, by the page's download link"
     if text.startswith(b"version https://git-lfs"):
         return "; it stands for a file in Git LFS, which `git lfs pull` in its folder downloads"
+    if older := OLDER.get(begin[:4]):
+        return f"; it is {older} of llama.cpp from before GGUF, which nothing here reads: get the model as a GGUF file"
+    if begin.startswith((b"PK\x03\x04", b"\x80\x02")):
+        return f"; it is a file of PyTorch's: {_convert(path.parent)} makes a GGUF file of its folder, from safetensors"
     if path.suffix == ".safetensors" or begin[8:9] == b"{":
         return (
             f"; it is a safetensors file: {_convert(path.parent)} makes a GGUF file of its folder, with config.json and"

@@ -151,7 +151,7 @@ class RunSettings:
         "f32",
         "type in which activations are saved for the backward pass: bf16 rounds them and halves their bytes, but for"
         " the residual stream and what attention returns",
-        choices=PRECISIONS,
+        choices=("f32", "bf16"),
     )
     seed: int = TRAINING(
         0, "seed of initial values, data order and dropout", least=0, most=2**63 - 1

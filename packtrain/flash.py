@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from packtrain import ops
-from packtrain.backends import Target
+from packtrain.backends import Backend, Target
 from packtrain.dtypes import Dtype, f32, i32
 from packtrain.errors import InputError
 from packtrain.models.config import Config
@@ -13,7 +13,7 @@ from packtrain.tensor import Tensor, input, state
 AUTO, ON, OFF = MODES = "auto", "on", "off"
 FLASH = (
     "attention as one operation (on), or written out as products and a softmax, which needs memory for all pairs (off);"
-    " auto: on where the device has it"
+    " auto: on where the device of keys and values has it"
 )
 
 
@@ -30,14 +30,22 @@ def with_flash(
 
 
 def missing(config: Config, target: Target, cache: Dtype | None) -> str:
-    """What the target has not of the ops for such keys and values; "" if it has all."""
+    """What the backends of keys and values have not of the ops for these; "" if they have all."""
     for y in asked(config, cache):
         call = y.call
-        if call is not None and not target.supports(call.op, call.inputs):
-            names = " and ".join(backend.name for backend in target.every)
-            given = ", ".join(str(t.spec) for t in call.inputs[:3] if t is not None)
-            return f"{names} has no {call.op.name} of {given}"
+        for backend in backends(config, target, cache):
+            if call is not None and backend.kernel(call.op, call.inputs) is None:
+                given = ", ".join(str(t.spec) for t in call.inputs[:3] if t is not None)
+                return f"{backend.name} has no {call.op.name} of {given}"
     return ""
+
+
+def backends(config: Config, target: Target, cache: Dtype | None) -> list[Backend]:
+    """Where keys and values live: elsewhere the op would need copies of all cells in every block."""
+    if cache is None:
+        return [target.backends[0]]
+    cells = (state(f"cache.k.{i}", (1,), role="cache") for i in range(config.block_count))
+    return list({(b.name, b.space): b for b in map(target.home, cells)}.values())
 
 
 def asked(config: Config, cache: Dtype | None) -> list[Tensor]:

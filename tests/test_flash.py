@@ -105,10 +105,12 @@ def test_auto_takes_the_op_where_the_backend_has_it():
             chosen(lesser, "on", cache)
 
 
-def test_it_depends_on_types_and_any_backend_of_the_target_will_do():
+def test_it_depends_on_types_and_on_where_keys_and_values_live():
     lesser = Lesser("lesser", halves=False)
     assert [chosen(Target.of(lesser), cache=kind)[0] for kind in (f32, f16)] == [True, False]
-    assert chosen(Target((lesser, *CPU.backends)), "on") == (True, [])
+    assert not chosen(Target((lesser, *CPU.backends)))[0]
+    assert not chosen(Target(CPU.backends, {"cache.0": lesser}))[0]
+    assert chosen(Target((lesser,), {"cache": CPU.backends[0]}), "on") == (True, [])
     assert missing(CONFIG, Target.of(lesser), f16).endswith(
         "f32[1, 4, 6], f16[1, 2, 6], f16[1, 2, 6]"
     )

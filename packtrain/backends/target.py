@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from packtrain.backends.host import BACKENDS, HOST, Backend, Inputs
-from packtrain.tensor import GraphError, Op, Tensor
+from packtrain.backends.host import BACKENDS, HOST, Backend
+from packtrain.tensor import GraphError, Tensor
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,6 @@ class Target:
         """All its backends, in order."""
         found = (*self.backends, *self.homes.values())
         return list({(b.name, b.space): b for b in found}.values())
-
-    def supports(self, op: Op[..., Any], inputs: Inputs) -> bool:
-        """Whether a backend has the op for such inputs; nothing is allocated."""
-        return any(backend.kernel(op, inputs) is not None for backend in self.every)
 
     @property
     def space(self) -> str:

@@ -30,14 +30,6 @@ from packtrain.tasks import generate as generating
 from packtrain.tasks import merge as merging
 from packtrain.tasks import quantize as quantizing
 from packtrain.tasks import train as training
-from packtrain.tasks.chat import Chat, Talk
-from packtrain.tasks.choose import Choose, Chosen
-from packtrain.tasks.compare import Compare, Compared
-from packtrain.tasks.embed import Embed
-from packtrain.tasks.evaluate import Evaluate, Measured
-from packtrain.tasks.generate import Generate
-from packtrain.tasks.merge import Merge
-from packtrain.tasks.quantize import Quantize, Written
 from packtrain.tasks.ready import Prepare, Ready
 from packtrain.tasks.speak import Generated
 from packtrain.tasks.trained import Trained
@@ -157,8 +149,8 @@ def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
     return prepare(asked[0], asked[1].message)
 
 
-@command(Evaluate)
-def evaluate(model: File, data: File, **settings: Any) -> Measured:
+@command(evaluating.Evaluate)
+def evaluate(model: File, data: File, **settings: Any) -> evaluating.Measured:
     """Losses of models (one, or a list) on a text or on conversations, as `packtrain eval`.
 
         pt.evaluate(["base.gguf", "tuned.gguf"], "test.csv").loss()
@@ -166,11 +158,11 @@ def evaluate(model: File, data: File, **settings: Any) -> Measured:
     Raises InputError; Interrupted if it is stopped.
     """
     given = settings | {"model": model, "data": data}
-    return evaluating.evaluate(*settings_of(Evaluate, given))
+    return evaluating.evaluate(*settings_of(evaluating.Evaluate, given))
 
 
-@command(Compare)
-def compare(model: File, data: File, **settings: Any) -> Compared:
+@command(comparing.Compare)
+def compare(model: File, data: File, **settings: Any) -> comparing.Compared:
     """Models (a list, the base first) side by side on conversations, as `packtrain compare`.
 
         pt.compare(["base.gguf", "tuned.gguf"], "test.csv")
@@ -178,11 +170,11 @@ def compare(model: File, data: File, **settings: Any) -> Compared:
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
     given = settings | {"model": model, "data": data}
-    return comparing.compare(*settings_of(Compare, given))
+    return comparing.compare(*settings_of(comparing.Compare, given))
 
 
-@command(Choose)
-def choose(model: File, tuned: File, output: File, data: File, **settings: Any) -> Chosen:
+@command(choosing.Choose)
+def choose(model: File, tuned: File, output: File, data: File, **settings: Any) -> choosing.Chosen:
     """Write a tuned model as the smallest file that keeps what tuning gained, as `packtrain choose`.
 
         pt.choose("base.gguf", "tuned.run/adapter.gguf", "small.gguf", "test.csv")
@@ -190,10 +182,10 @@ def choose(model: File, tuned: File, output: File, data: File, **settings: Any) 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
     given = settings | {"model": model, "tuned": tuned, "output": output, "data": data}
-    return choosing.choose(*settings_of(Choose, given))
+    return choosing.choose(*settings_of(choosing.Choose, given))
 
 
-@command(Generate)
+@command(generating.Generate)
 def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
     """Continue a prompt, as `packtrain generate`; pieces of the text go to `on_text` as they come.
 
@@ -202,16 +194,16 @@ def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
     Raises InputError, DoesNotFit.
     """
     given = {"display_prompt": False} | settings | {"model": model, "prompt": prompt}
-    return generating.generate(*settings_of(Generate, given))
+    return generating.generate(*settings_of(generating.Generate, given))
 
 
-@command(Chat)
-def chat(model: File, **settings: Any) -> Talk:
+@command(chatting.Chat)
+def chat(model: File, **settings: Any) -> chatting.Talk:
     """A conversation with a model: `.answer("a message")` returns its answer. Raises InputError, DoesNotFit."""
-    return chatting.Talk(*settings_of(Chat, settings | {"model": model}))
+    return chatting.Talk(*settings_of(chatting.Chat, settings | {"model": model}))
 
 
-@command(Embed)
+@command(embedding.Embed)
 def embed(
     model: File, texts: Sequence[str], *, normalize: bool = True, **settings: Any
 ) -> np.ndarray:
@@ -221,27 +213,27 @@ def embed(
     """
     given = {} if normalize else {"embd_normalize": -1}
     asked = given | settings | {"model": model, "prompt": texts}
-    return embedding.embed(*settings_of(Embed, asked)).vectors
+    return embedding.embed(*settings_of(embedding.Embed, asked)).vectors
 
 
-@command(Quantize)
-def quantize(model: File, output: File, type: str, **settings: Any) -> Written:
+@command(quantizing.Quantize)
+def quantize(model: File, output: File, type: str, **settings: Any) -> quantizing.Written:
     """Convert the weights of a GGUF file to other types, as `packtrain quantize`. Raises InputError.
 
     pt.quantize("notes.gguf", "notes-q4.gguf", "Q4_K_M")
     """
     given = settings | {"model": model, "output": output, "type": type}
-    return quantizing.quantize(*settings_of(Quantize, given))
+    return quantizing.quantize(*settings_of(quantizing.Quantize, given))
 
 
-@command(Merge)
-def merge(model: File, adapters: File, output: File, **settings: Any) -> Written:
+@command(merging.Merge)
+def merge(model: File, adapters: File, output: File, **settings: Any) -> quantizing.Written:
     """Merge adapters (one, or a list) into a model, as `packtrain merge`. Raises InputError, DoesNotFit.
 
     pt.merge("base.gguf", "tuned.run/adapter.gguf", "tuned.gguf", calibrate="chats.csv")
     """
     given = settings | {"model": model, "adapters": adapters, "output": output}
-    return merging.merge(*settings_of(Merge, given))
+    return merging.merge(*settings_of(merging.Merge, given))
 
 
 class Run(Generic[R]):

@@ -12,7 +12,6 @@ import os
 import re
 import threading
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -101,12 +100,7 @@ class Peak:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
         self._sample()

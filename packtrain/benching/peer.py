@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from types import TracebackType
 from typing import Any
 
 from packtrain.child import variables
@@ -66,12 +65,7 @@ class Peer:
         time.sleep(PAUSE)
         return self._ask(given)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

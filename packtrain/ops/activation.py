@@ -5,7 +5,7 @@ import numpy as np
 from packtrain import gpu, kernels
 from packtrain.dtypes import f32, i64
 from packtrain.kernels.counter import uniform_numpy
-from packtrain.ops.arrays import again, flat
+from packtrain.ops.arrays import again, assigned, flat
 from packtrain.ops.costs import elementwise
 from packtrain.ops.torch import CHUNK, key_of, spans, torch, uniform
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -29,20 +29,20 @@ def _gelu(gate):
     return 1 / (1 + np.exp(-inner)), GELU_FACTOR * (gate + 3 * GELU_CUBE * gate**3)
 
 
-def _gated_back(out, dy, gate, up, sigmoid):
-    s, by = sigmoid(gate)
-    both = dy * up * s * (1 + by * (1 - s)), dy * gate * s
-    for d, value in zip(out, both, strict=True):
-        d[...] = value
+def _silu_torch(gate):
+    return torch.nn.functional.silu(gate)
 
 
-def _samples(gated, *names):
-    def samples():
-        for n in (1, 15, 65, 40_000):
-            result = gated(*(input(name, (n,)) for name in names))
-            yield result if isinstance(result, Tensor) else result[0]
+def _gelu_torch(gate):
+    return torch.nn.functional.gelu(gate, approximate="tanh")
 
-    return samples
+
+def _silu_back_torch(dx, dy, x):
+    torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=dx)
+
+
+def _gelu_back_torch(dx, dy, x):
+    dx.copy_(torch.ops.aten.gelu_backward(dy, x, approximate="tanh"))
 
 
 @op(inplace=(0, 1))
@@ -51,53 +51,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Spec:
     return _same(gate, up)
 
 
-@swiglu.vjp
-def swiglu_vjp(dy, y, gate, up):
-    return swiglu_back(dy, gate, up)
-
-
-@swiglu.kernel("numpy")
-def swiglu_numpy(y, gate, up):
-    y[...] = gate * _silu(gate)[0] * up
-
-
-@swiglu.kernel("cpu")
-def swiglu_cpu(y, gate, up):
-    return again(kernels.elementwise.gated, False, flat(y), flat(gate), flat(up))
-
-
-@swiglu.kernel("torch")
-def swiglu_torch(y, gate, up):
-    torch.mul(torch.nn.functional.silu(gate), up, out=y)
-
-
 @op(inplace={0: (0, 1), 1: (2, 1, 0)})
 def swiglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
     """Gradients of swiglu: dgate = dy * up * silu'(gate), dup = dy * silu(gate)."""
     return _same(dy, gate, up), up.spec
-
-
-@swiglu_back.kernel("numpy")
-def swiglu_back_numpy(out, dy, gate, up):
-    _gated_back(out, dy, gate, up, _silu)
-
-
-@swiglu_back.kernel("cpu")
-def swiglu_back_cpu(out, dy, gate, up):
-    kernels.elementwise.gated_back(False, *map(flat, (*out, dy, gate, up)))
-
-
-@swiglu_back.kernel("torch")
-def swiglu_back_torch(out, dy, gate, up):
-    dup = dy * torch.nn.functional.silu(gate)
-    torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=out[0])
-    out[1].copy_(dup)
-
-
-swiglu.samples(_samples(swiglu, "gate", "up"))
-swiglu_back.samples(_samples(swiglu_back, "dy", "gate", "up"))
-swiglu.cost(elementwise())
-swiglu_back.cost(elementwise(1.3))
 
 
 @op(inplace=(0, 1))
@@ -106,56 +63,68 @@ def geglu(gate: Tensor, up: Tensor) -> Spec:
     return _same(gate, up)
 
 
-@geglu.vjp
-def geglu_vjp(dy, y, gate, up):
-    return geglu_back(dy, gate, up)
-
-
-@geglu.kernel("numpy")
-def geglu_numpy(y, gate, up):
-    y[...] = gate * _gelu(gate)[0] * up
-
-
-@geglu.kernel("cpu")
-def geglu_cpu(y, gate, up):
-    kernels.elementwise.gated(True, flat(y), flat(gate), flat(up))
-
-
-@geglu.kernel("torch")
-def geglu_torch(y, gate, up):
-    torch.mul(torch.nn.functional.gelu(gate, approximate="tanh"), up, out=y)
-
-
 @op(inplace={0: (0, 1), 1: (2, 1, 0)})
 def geglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
     """Gradients of geglu: dgate = dy * up * gelu'(gate), dup = dy * gelu(gate)."""
     return _same(dy, gate, up), up.spec
 
 
-@geglu_back.kernel("numpy")
-def geglu_back_numpy(out, dy, gate, up):
-    _gated_back(out, dy, gate, up, _gelu)
+def _declare(gated, gelu, numpy_sigmoid, torch_activation):
+    """The rules of a gated activation; `numpy_sigmoid` is _silu or _gelu."""
+
+    def run(*given):
+        return again(kernels.elementwise.gated, gelu, *map(flat, given))
+
+    def run_with_torch(y, gate, up):
+        torch.mul(torch_activation(gate), up, out=y)
+
+    def samples():
+        for n in (1, 15, 65, 40_000):
+            yield gated(input("gate", (n,)), input("up", (n,)))
+
+    gated.kernel("numpy")(assigned(lambda gate, up: gate * numpy_sigmoid(gate)[0] * up))
+    gated.kernel("cpu")(run)
+    gated.kernel("torch")(run_with_torch)
+    gated.kernel("cuda")(gpu.late("elementwise", gated.name))
+    gated.samples(samples)
+    gated.cost(elementwise())
 
 
-@geglu_back.kernel("cpu")
-def geglu_back_cpu(out, dy, gate, up):
-    kernels.elementwise.gated_back(True, *map(flat, (*out, dy, gate, up)))
+def _declare_back(back, gelu, numpy_sigmoid, torch_activation, torch_back):
+    """Those of its gradient."""
+
+    def in_numpy(out, dy, gate, up):
+        s, by = numpy_sigmoid(gate)
+        both = dy * up * s * (1 + by * (1 - s)), dy * gate * s
+        for d, value in zip(out, both, strict=True):
+            d[...] = value
+
+    def run(out, *given):
+        kernels.elementwise.gated_back(gelu, *map(flat, (*out, *given)))
+
+    def run_with_torch(out, dy, gate, up):
+        dup = dy * torch_activation(gate)
+        torch_back(out[0], dy * up, gate)
+        out[1].copy_(dup)
+
+    def samples():
+        for n in (1, 15, 65, 40_000):
+            yield back(*(input(name, (n,)) for name in ("dy", "gate", "up")))[0]
+
+    back.kernel("numpy")(in_numpy)
+    back.kernel("cpu")(run)
+    back.kernel("torch")(run_with_torch)
+    back.kernel("cuda")(gpu.late("elementwise", back.name))
+    back.samples(samples)
+    back.cost(elementwise(1.3))
 
 
-@geglu_back.kernel("torch")
-def geglu_back_torch(out, dy, gate, up):
-    dup = dy * torch.nn.functional.gelu(gate, approximate="tanh")
-    made = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
-    out[0].copy_(made)
-    out[1].copy_(dup)
-
-
-for _gated in (swiglu, swiglu_back, geglu, geglu_back):
-    _gated.kernel("cuda")(gpu.late("elementwise", _gated.name))
-geglu.samples(_samples(geglu, "gate", "up"))
-geglu_back.samples(_samples(geglu_back, "dy", "gate", "up"))
-geglu.cost(elementwise())
-geglu_back.cost(elementwise(1.3))
+swiglu.vjp(lambda dy, y, gate, up: swiglu_back(dy, gate, up))
+geglu.vjp(lambda dy, y, gate, up: geglu_back(dy, gate, up))
+_declare(swiglu, False, _silu, _silu_torch)
+_declare(geglu, True, _gelu, _gelu_torch)
+_declare_back(swiglu_back, False, _silu, _silu_torch, _silu_back_torch)
+_declare_back(geglu_back, True, _gelu, _gelu_torch, _gelu_back_torch)
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------
@@ -176,9 +145,7 @@ def dropout(x: Tensor, key: Tensor, *, p: float, stream: int) -> Spec:
     return x.spec
 
 
-@dropout.vjp
-def dropout_vjp(dy, y, x, key, *, p, stream):
-    return dropout(dy, key, p=p, stream=stream), None
+dropout.vjp(lambda dy, y, x, key, *, p, stream: (dropout(dy, key, p=p, stream=stream), None))
 
 
 @dropout.kernel("numpy")

@@ -89,6 +89,15 @@ def packed(w):
     return dtype_of(w).number, w.view(np.uint8).reshape(len(w), -1)
 
 
+def assigned(function):
+    """A kernel that assigns what the function gives."""
+
+    def run(y, *given, **attrs):
+        y[...] = function(*given, **attrs)
+
+    return run
+
+
 def again(function, *given, check=None):
     """Call it, and return the call: a kernel that returns this is run so from then on, while its arrays stay.
 
@@ -113,7 +122,9 @@ def integers_of(x: Tensor, planes: int) -> Spec:
 
 
 def start_with(y, acc):
-    """Copy acc to y, unless they share their bytes; whether they do."""
+    """Copy acc to y, unless there is none or they share their bytes; whether nothing was copied."""
+    if acc is None:
+        return True
     # not __array_interface__: each access leaves a tombstone in the interpreter's table of interned strings, which is
     # doubled when full, in the middle of a run
     same = y.ctypes.data == acc.ctypes.data

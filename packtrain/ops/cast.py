@@ -23,9 +23,7 @@ def cast(x: Tensor, *, dtype: Dtype = f32) -> Spec:
     return Spec(x.shape, dtype)
 
 
-@cast.vjp
-def cast_vjp(dy, y, x, *, dtype):
-    return (dy if x.dtype in TRAINABLE else None,)
+cast.vjp(lambda dy, y, x, *, dtype: (dy if x.dtype in TRAINABLE else None,))
 
 
 @cast.kernel("numpy")

@@ -43,11 +43,7 @@ def candidates_cpu(out, x, *, k):
 
 
 candidates.kernel("torch")(torch_choosing.candidates)
-
-
-@candidates.cost
-def candidates_cost(out, x, *, k):
-    return Cost(tasks=max(x.spec.size // x.shape[-1], 1))
+candidates.cost(lambda out, x, *, k: Cost(tasks=max(x.spec.size // x.shape[-1], 1)))
 
 
 @candidates.samples

@@ -87,15 +87,8 @@ def conv_2d_torch(y, x, w, **how):
     y.copy_(torch.nn.functional.conv2d(x, w, **how)) if x.numel() * w.numel() else y.zero_()
 
 
-@conv_2d.cost
-def conv_2d_cost(y, x, w, **how):
-    return _work(y, w)
-
-
-@conv_2d.samples
-def conv_2d_samples():
-    for x, w, how in _cases():
-        yield conv_2d(x, w, **how)
+conv_2d.cost(lambda y, x, w, **how: _work(y, w))
+conv_2d.samples(lambda: (conv_2d(x, w, **how) for x, w, how in _cases()))
 
 
 @op()
@@ -147,9 +140,7 @@ def conv_2d_back_torch(dx, dy, w, *, size, **how):
     dx.copy_(torch.nn.grad.conv2d_input(dx.shape, w, dy, **how)) if some else dx.zero_()
 
 
-@conv_2d_back.cost
-def conv_2d_back_cost(dx, dy, w, **how):
-    return _work(dy, w)
+conv_2d_back.cost(lambda dx, dy, w, **how: _work(dy, w))
 
 
 @conv_2d_back.samples
@@ -200,9 +191,7 @@ def conv_2d_back_w_torch(dw, dy, x, *, window, **how):
     dw.copy_(torch.nn.grad.conv2d_weight(x, dw.shape, dy, **how)) if some else dw.zero_()
 
 
-@conv_2d_back_w.cost
-def conv_2d_back_w_cost(dw, dy, x, **how):
-    return _work(dy, dw)
+conv_2d_back_w.cost(lambda dw, dy, x, **how: _work(dy, dw))
 
 
 @conv_2d_back_w.samples

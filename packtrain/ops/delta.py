@@ -106,17 +106,15 @@ def delta_rule_vjp(dy, y, x, decay, beta, seq, **how):
     return *delta_rule_back(dy, x, decay, beta, seq, **how), None
 
 
-def _run(y, x, decay, beta, seq, *, groups, width, tiled, eps):
+@delta_rule.kernel("torch")
+@delta_rule.kernel("numpy")
+def delta_rule_numpy(y, x, decay, beta, seq, *, groups, width, tiled, eps):
+    if 0 in y.shape:
+        return
     q, k, v = _parts(x, beta.shape[-1], groups, width, tiled, eps)
     first = v[:, 0, ..., None] * k[:, 0, :, None] * 0
     for t, (_, s) in enumerate(_steps(k, v, decay, beta, seq, first)):
         y[:, t] = _read(s, q[:, t]).reshape(y[:, t].shape)
-
-
-@delta_rule.kernel("numpy")
-def delta_rule_numpy(y, x, decay, beta, seq, **how):
-    if y.size:
-        _run(y, x, decay, beta, seq, **how)
 
 
 @delta_rule.workspace("cpu")
@@ -131,21 +129,12 @@ def delta_rule_cpu(y, x, decay, beta, seq, *, groups, width, tiled, eps, work):
     kernels.delta.delta(*given, x.shape[1], groups, int(tiled), eps)
 
 
-@delta_rule.kernel("torch")
-def delta_rule_torch(y, x, decay, beta, seq, **how):
-    if y.numel():
-        _run(y, x, decay, beta, seq, **how)
-
-
 @delta_rule.cost
 def delta_rule_cost(y, x, *others, groups, width, **how):
     return Cost({"attend": 3 * math.prod(y.shape) * width})
 
 
-@delta_rule.samples
-def delta_rule_samples():
-    for given, how in _samples():
-        yield delta_rule(*given, **how)
+delta_rule.samples(lambda: (delta_rule(*given, **how) for given, how in _samples()))
 
 
 @op()
@@ -254,7 +243,9 @@ def delta_rule_cells(
     return leaf.spec, Spec((x.shape[0], wide))
 
 
-def _run_cells(out, leaf, x, decay, beta, line, source, target, *, groups, tiled, eps):
+@delta_rule_cells.kernel("torch")
+@delta_rule_cells.kernel("numpy")
+def delta_rule_cells_numpy(out, leaf, x, decay, beta, line, source, target, *, groups, tiled, eps):
     y = out[1]
     q, k, v = (
         part[:, None] for part in _parts(x, beta.shape[-1], groups, leaf.shape[-1], tiled, eps)
@@ -268,14 +259,6 @@ def _run_cells(out, leaf, x, decay, beta, line, source, target, *, groups, tiled
             ((_, s),) = _steps(*here, None, leaf[at][None])
             leaf[at] = s[0]
             y[t] = _read(s, q[t]).reshape(-1)
-
-
-delta_rule_cells.kernel("numpy")(_run_cells)
-
-
-@delta_rule_cells.kernel("torch")
-def delta_rule_cells_torch(out, leaf, x, *given, **how):
-    _run_cells(out, leaf, x, *given, **how)
 
 
 @delta_rule_cells.kernel("cpu")

@@ -49,9 +49,7 @@ def diagonal(x: Tensor) -> Spec:
     return View(x.shape[:-1], x.dtype, (*x.strides[:-2], x.strides[-1] + x.strides[-2]))
 
 
-@diagonal.vjp
-def diagonal_vjp(dy, y, x):
-    return (diag(dy),)
+diagonal.vjp(lambda dy, y, x: (diag(dy),))
 
 
 @diagonal.samples

@@ -1,14 +1,16 @@
 """Element-wise ops: arithmetic with broadcasting, functions of one value."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from packtrain import kernels, quant
 from packtrain.dtypes import READABLE, TRAINABLE, f32
-from packtrain.ops.arrays import flat, floats, rows
+from packtrain.ops.arrays import assigned, flat, floats, rows
 from packtrain.ops.costs import elementwise
 from packtrain.ops.reduce import sum_like
 from packtrain.ops.torch import filled, filled_by_aten, real, torch
-from packtrain.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.tensor import Op, Spec, Tensor, constant, input, op, want
 
 PARALLEL_FROM = 1 << 15  # below this a NumPy ufunc is faster than starting threads
 
@@ -47,9 +49,7 @@ def add_vjp(dy, y, a, b):
     return tuple(sum_like(dy, t) if t.dtype in TRAINABLE else None for t in (a, b))
 
 
-@add.workspace("cpu")
-def add_work(a, b):
-    return tuple(Spec(t.shape) for t in (a, b) if t.dtype != f32)
+add.workspace("cpu")(lambda a, b: tuple(Spec(t.shape) for t in (a, b) if t.dtype != f32))
 
 
 @add.kernel("numpy")
@@ -94,9 +94,7 @@ def mul(a: Tensor, b: Tensor) -> Spec:
     return _broadcast(a, b)
 
 
-@mul.vjp
-def mul_vjp(dy, y, a, b):
-    return sum_like(mul(dy, b), a), sum_like(mul(dy, a), b)
+mul.vjp(lambda dy, y, a, b: (sum_like(mul(dy, b), a), sum_like(mul(dy, a), b)))
 
 
 @op(inplace=(0, 1))
@@ -165,9 +163,7 @@ def scale(x: Tensor, *, by: float, bias: float = 0.0) -> Spec:
     return f32_only(x)
 
 
-@scale.vjp
-def scale_vjp(dy, y, x, *, by, bias):
-    return (scale(dy, by=by),)
+scale.vjp(lambda dy, y, x, *, by, bias: (scale(dy, by=by),))
 
 
 @scale.kernel("numpy")
@@ -192,65 +188,53 @@ def scale_samples():
         yield scale(input("x", (n,)), by=-1.5, bias=0.25)
 
 
-@op(inplace=(0,))
-def neg(x: Tensor) -> Spec:
-    """y = -x. ggml_neg."""
-    return f32_only(x)
+def unary(
+    name: str,
+    doc: str,
+    specification: Callable[[np.ndarray], np.ndarray],
+    with_torch: Callable[..., None],
+    positive: bool = False,
+) -> Op[[Tensor], Tensor]:
+    """An op of one value that may overwrite it; `positive` if it is for no others."""
+
+    def rule(x: Tensor) -> Spec:
+        return f32_only(x)
+
+    def run(y, x):
+        kernels.elementwise.unary(kernels.elementwise.UNARY[name], flat(y), flat(x))
+
+    def samples():
+        for n in (1, 16, 65, 40_000):
+            yield made(constant("x", 0.3 + 0.01 * ((np.arange(n) * 37) % 211)))
+        if not positive:
+            yield made(input("x", (5, 13)))
+
+    rule.__name__, rule.__doc__ = name, doc
+    made = op(inplace=(0,))(rule)
+    made.kernel("numpy")(assigned(specification))
+    made.kernel("cpu")(run)
+    made.kernel("torch", strided=True)(with_torch)
+    made.samples(samples)
+    return made
 
 
-@op(inplace=(0,))
-def sqr(x: Tensor) -> Spec:
-    """y = x**2. ggml_sqr."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def sqrt(x: Tensor) -> Spec:
-    """y = sqrt(x). ggml_sqrt."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def log(x: Tensor) -> Spec:
-    """y = ln(x). ggml_log."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def exp(x: Tensor) -> Spec:
-    """y = e**x. ggml_exp."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def step(x: Tensor) -> Spec:
-    """y = 1 where x > 0, else 0. Its gradient is 0. ggml_step."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def relu(x: Tensor) -> Spec:
-    """y = max(x, 0). ggml_relu."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def sigmoid(x: Tensor) -> Spec:
-    """y = 1 / (1 + e**-x). ggml_sigmoid."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def tanh(x: Tensor) -> Spec:
-    """y = tanh(x). ggml_tanh."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def silu(x: Tensor) -> Spec:
-    """y = x * sigmoid(x). ggml_silu."""
-    return f32_only(x)
-
+neg = unary("neg", "y = -x. ggml_neg.", np.negative, filled("neg"))
+sqr = unary("sqr", "y = x**2. ggml_sqr.", np.square, filled("square"))
+sqrt = unary("sqrt", "y = sqrt(x). ggml_sqrt.", np.sqrt, filled("sqrt"), positive=True)
+log = unary("log", "y = ln(x). ggml_log.", np.log, filled("log"), positive=True)
+exp = unary("exp", "y = e**x. ggml_exp.", np.exp, filled("exp"))
+step = unary(
+    "step", "y = 1 where x > 0, else 0. Its gradient is 0. ggml_step.",
+    lambda x: (x > 0).astype(x.dtype), filled("gt", 0),
+)  # fmt: skip
+relu = unary("relu", "y = max(x, 0). ggml_relu.", lambda x: np.maximum(x, 0), filled("clamp", 0))
+sigmoid = unary(
+    "sigmoid", "y = 1 / (1 + e**-x). ggml_sigmoid.", lambda x: 1 / (1 + np.exp(-x)), filled("sigmoid")
+)  # fmt: skip
+tanh = unary("tanh", "y = tanh(x). ggml_tanh.", np.tanh, filled("tanh"))
+silu = unary(
+    "silu", "y = x * sigmoid(x). ggml_silu.", lambda x: x / (1 + np.exp(-x)), filled_by_aten("silu")
+)  # fmt: skip
 
 # their gradients
 neg.vjp(lambda dy, y, x: (neg(dy),))
@@ -267,55 +251,6 @@ tanh.vjp(lambda dy, y, x: (mul(dy, scale(sqr(y), by=-1.0, bias=1.0)),))
 @silu.vjp
 def silu_vjp(dy, y, x):
     return (silu_back(dy, x),)
-
-
-def unary_cpu(name):
-    def run(y, x):
-        kernels.elementwise.unary(kernels.elementwise.UNARY[name], flat(y), flat(x))
-
-    return run
-
-
-def unary_numpy(function):
-    def run(y, x):
-        y[...] = function(x)
-
-    return run
-
-
-def _unary_samples(unary):
-    def samples():
-        for n in (1, 16, 65, 40_000):
-            yield unary(constant("x", 0.3 + 0.01 * ((np.arange(n) * 37) % 211)))
-        if unary not in (log, sqrt):
-            yield unary(input("x", (5, 13)))
-
-    return samples
-
-
-for _unary, _function in (
-    (neg, np.negative), (sqr, np.square), (sqrt, np.sqrt), (log, np.log), (exp, np.exp), (tanh, np.tanh),
-    (step, lambda x: (x > 0).astype(x.dtype)), (relu, lambda x: np.maximum(x, 0)),
-    (sigmoid, lambda x: 1 / (1 + np.exp(-x))), (silu, lambda x: x / (1 + np.exp(-x))),
-):  # fmt: skip
-    _unary.kernel("numpy")(unary_numpy(_function))
-    _unary.kernel("cpu")(unary_cpu(_unary.name))
-    _unary.samples(_unary_samples(_unary))
-
-
-for _unary, _name in (
-    (neg, "neg"),
-    (sqr, "square"),
-    (sqrt, "sqrt"),
-    (log, "log"),
-    (exp, "exp"),
-    (tanh, "tanh"),
-):
-    _unary.kernel("torch", strided=True)(filled(_name))
-step.kernel("torch", strided=True)(filled("gt", 0))
-relu.kernel("torch", strided=True)(filled("clamp", 0))
-sigmoid.kernel("torch", strided=True)(filled("sigmoid"))
-silu.kernel("torch", strided=True)(filled_by_aten("silu"))
 
 
 @op(inplace=(0,))

@@ -77,8 +77,7 @@ def matmul_id_numpy(y, x, w, ids, acc):
 @matmul_id.kernel("cpu", strided=_is_stack)
 def matmul_id_cpu(y, x, w, ids, acc):
     _check_order("matmul_id", ids, len(w))
-    if acc is not None:
-        start_with(y, acc)
+    start_with(y, acc)
     if w.dtype == np.float32:
         kernels.experts.matmul_id(y, x, w, ids, acc is not None)
     else:
@@ -86,11 +85,7 @@ def matmul_id_cpu(y, x, w, ids, acc):
 
 
 matmul_id.kernel("torch", strided=_is_stack)(torch_experts.matmul_id)
-
-
-@matmul_id.cost
-def matmul_id_cost(y, x, w, ids, acc):
-    return by_expert(x.shape[0], w, x.shape[1], w.shape[1])
+matmul_id.cost(lambda y, x, w, ids, acc: by_expert(x.shape[0], w, x.shape[1], w.shape[1]))
 
 
 @matmul_id.samples
@@ -140,18 +135,13 @@ def matmul_id_back_numpy(dx, dy, w, ids, acc):
 @matmul_id_back.kernel("cpu")
 def matmul_id_back_cpu(dx, dy, w, ids, acc):
     _check_order("matmul_id_back", ids, len(w))
-    if acc is not None:
-        start_with(dx, acc)
+    start_with(dx, acc)
     given = dtype_of(w).block, *packed(rows(w)), len(w), ids, acc is not None
     kernels.experts.packed_matmul_id_back(dx, dy, *given)
 
 
 matmul_id_back.kernel("torch")(torch_experts.matmul_id_back)
-
-
-@matmul_id_back.cost
-def matmul_id_back_cost(dx, dy, w, ids, acc):
-    return by_expert(dy.shape[0], w, dy.shape[1], w.shape[2])
+matmul_id_back.cost(lambda dx, dy, w, ids, acc: by_expert(dy.shape[0], w, dy.shape[1], w.shape[2]))
 
 
 @matmul_id_back.samples
@@ -201,8 +191,7 @@ def out_prod_id_numpy(y, a, b, ids, acc, *, count):
 @out_prod_id.kernel("cpu")
 def out_prod_id_cpu(y, a, b, ids, acc, *, count):
     _check_order("out_prod_id", ids, count)
-    if acc is not None:
-        start_with(y, acc)
+    start_with(y, acc)
     kernels.experts.out_prod_id(y, a, b, ids, acc is not None)
 
 
@@ -264,8 +253,7 @@ def weighted_rows_numpy(y, x, ids, weights, acc):
 @weighted_rows.kernel("cpu")
 def weighted_rows_cpu(y, x, ids, weights, acc):
     check_ids("weighted_rows", ids, len(x))
-    if acc is not None:
-        start_with(y, acc)
+    start_with(y, acc)
     kernels.experts.weighted_rows(rows(y), x, rows(ids), rows(weights), acc is not None)
 
 

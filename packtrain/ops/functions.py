@@ -18,63 +18,57 @@ from packtrain.ops.elementwise import (
     sqr,
     step,
     sub,
-    unary_cpu,
-    unary_numpy,
+    unary,
 )
 from packtrain.ops.torch import copied, filled, filled_by_aten, torch
-from packtrain.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.tensor import Spec, Tensor, constant, op, want
 
 QUICK = 1.702  # gelu_quick(x) = x sigmoid(QUICK x)
 # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 GELU_CUBE, GELU_FACTOR = (0.044715, (8 / math.pi) ** 0.5)
 
 
-@op(inplace=(0,))
-def abs(x: Tensor) -> Spec:
-    """y = |x|. Its gradient is 0 at 0. ggml_abs."""
-    return f32_only(x)
+def _gelu_numpy(x):
+    return x / (1 + np.exp(-GELU_FACTOR * (x + GELU_CUBE * x**3)))
 
 
-@op(inplace=(0,))
-def sgn(x: Tensor) -> Spec:
-    """y = -1, 0 or 1, the sign of x. Its gradient is 0. ggml_sgn."""
-    return f32_only(x)
+abs = unary("abs", "y = |x|. Its gradient is 0 at 0. ggml_abs.", np.abs, filled("abs"))
+sgn = unary(
+    "sgn", "y = -1, 0 or 1, the sign of x. Its gradient is 0. ggml_sgn.", np.sign, filled("sign")
+)  # fmt: skip
+sin = unary("sin", "y = sin(x), x in radians. ggml_sin.", np.sin, filled("sin"))
+cos = unary("cos", "y = cos(x), x in radians. ggml_cos.", np.cos, filled("cos"))
+elu = unary(
+    "elu", "y = x where x > 0, else e**x - 1. ggml_elu; Clevert et al. 2015, arXiv 1511.07289.",
+    lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))), filled_by_aten("elu"),
+)  # fmt: skip
+softplus = unary(
+    "softplus", "y = ln(1 + e**x). ggml_softplus.",
+    lambda x: np.logaddexp(0, x), filled_by_aten("softplus", 1, 20),
+)  # fmt: skip
+erf = unary(
+    "erf", "y = the error function of x.", np.vectorize(math.erf, otypes=[float]), filled("erf")
+)  # fmt: skip
+gelu = unary(
+    "gelu",
+    "y = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. ggml_gelu; Hendrycks 2016, arXiv 1606.08415.",
+    _gelu_numpy, filled_by_aten("gelu", approximate="tanh"),
+)  # fmt: skip
+gelu_quick = unary(
+    "gelu_quick", "y = x * sigmoid(1.702 * x). ggml_gelu_quick.",
+    lambda x: x / (1 + np.exp(-QUICK * x)), copied(lambda x: x * (QUICK * x).sigmoid()),
+)  # fmt: skip
+for _function_of_x in (sin, cos, elu, softplus, erf, gelu, gelu_quick):
+    _function_of_x.cost(elementwise())
 
-
-@op(inplace=(0,))
-def sin(x: Tensor) -> Spec:
-    """y = sin(x), x in radians. ggml_sin."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def cos(x: Tensor) -> Spec:
-    """y = cos(x), x in radians. ggml_cos."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def elu(x: Tensor) -> Spec:
-    """y = x where x > 0, else e**x - 1. ggml_elu; Clevert et al. 2015, arXiv 1511.07289."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def softplus(x: Tensor) -> Spec:
-    """y = ln(1 + e**x). ggml_softplus."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def erf(x: Tensor) -> Spec:
-    """y = the error function of x."""
-    return f32_only(x)
-
-
-@op(inplace=(0,))
-def gelu(x: Tensor) -> Spec:
-    """y = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. ggml_gelu; Hendrycks 2016, arXiv 1606.08415."""
-    return f32_only(x)
+# their gradients
+abs.vjp(lambda dy, y, x: (mul(dy, sgn(x)),))
+sgn.vjp(lambda dy, y, x: (scale(dy, by=0.0),))
+sin.vjp(lambda dy, y, x: (mul(dy, cos(x)),))
+cos.vjp(lambda dy, y, x: (neg(mul(dy, sin(x))),))
+elu.vjp(lambda dy, y, x: (mul(dy, scale(sub(y, relu(y)), by=1.0, bias=1.0)),))
+softplus.vjp(lambda dy, y, x: (mul(dy, sigmoid(x)),))
+erf.vjp(lambda dy, y, x: (mul(dy, scale(exp(neg(sqr(x))), by=2 / math.sqrt(math.pi))),))
 
 
 @gelu.vjp
@@ -83,12 +77,6 @@ def gelu_vjp(dy, y, x):
     s = sigmoid(scale(mul(x, cubed), by=GELU_FACTOR))
     inner = mul(x, scale(sqr(x), by=3 * GELU_CUBE * GELU_FACTOR, bias=GELU_FACTOR))
     return (mul(dy, mul(s, scale(mul(inner, scale(s, by=-1.0, bias=1.0)), by=1.0, bias=1.0))),)
-
-
-@op(inplace=(0,))
-def gelu_quick(x: Tensor) -> Spec:
-    """y = x * sigmoid(1.702 * x). ggml_gelu_quick."""
-    return f32_only(x)
 
 
 @gelu_quick.vjp
@@ -101,49 +89,6 @@ def gelu_quick_vjp(dy, y, x):
 def gelu_erf(x: Tensor) -> Tensor:
     """y = x * (1 + erf(x / sqrt(2))) / 2, exact. ggml_gelu_erf."""
     return mul(x, scale(erf(scale(x, by=math.sqrt(0.5))), by=0.5, bias=0.5))
-
-
-def _unary_samples(unary):
-    def samples():
-        for n in (1, 16, 65, 40_000):
-            yield unary(constant("x", 0.3 + 0.01 * ((np.arange(n) * 37) % 211)))
-        yield unary(input("x", (5, 13)))
-
-    return samples
-
-
-def _gelu_numpy(x):
-    return x / (1 + np.exp(-GELU_FACTOR * (x + GELU_CUBE * x**3)))
-
-
-for _unary, _function in (
-    (abs, np.abs), (sgn, np.sign), (sin, np.sin), (cos, np.cos), (gelu, _gelu_numpy),
-    (elu, lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0)))), (softplus, lambda x: np.logaddexp(0, x)),
-    (gelu_quick, lambda x: x / (1 + np.exp(-QUICK * x))), (erf, np.vectorize(math.erf, otypes=[float])),
-):  # fmt: skip
-    _unary.kernel("numpy")(unary_numpy(_function))
-    _unary.kernel("cpu")(unary_cpu(_unary.name))
-    _unary.samples(_unary_samples(_unary))
-    if _unary not in (abs, sgn):
-        _unary.cost(elementwise())
-
-
-for _unary, _run in (
-    (abs, filled("abs")), (sgn, filled("sign")), (sin, filled("sin")), (cos, filled("cos")), (erf, filled("erf")),
-    (gelu, filled_by_aten("gelu", approximate="tanh")), (elu, filled_by_aten("elu")),
-    (softplus, filled_by_aten("softplus", 1, 20)), (gelu_quick, copied(lambda x: x * (QUICK * x).sigmoid())),
-):  # fmt: skip
-    _unary.kernel("torch", strided=True)(_run)
-
-
-# their gradients
-abs.vjp(lambda dy, y, x: (mul(dy, sgn(x)),))
-sgn.vjp(lambda dy, y, x: (scale(dy, by=0.0),))
-sin.vjp(lambda dy, y, x: (mul(dy, cos(x)),))
-cos.vjp(lambda dy, y, x: (neg(mul(dy, sin(x))),))
-elu.vjp(lambda dy, y, x: (mul(dy, scale(sub(y, relu(y)), by=1.0, bias=1.0)),))
-softplus.vjp(lambda dy, y, x: (mul(dy, sigmoid(x)),))
-erf.vjp(lambda dy, y, x: (mul(dy, scale(exp(neg(sqr(x))), by=2 / math.sqrt(math.pi))),))
 
 
 # ---- with bounds ---------------------------------------------------------------------------------------------
@@ -200,9 +145,7 @@ def leaky_relu(x: Tensor, *, slope: float) -> Spec:
     return f32_only(x)
 
 
-@leaky_relu.vjp
-def leaky_relu_vjp(dy, y, x, *, slope):
-    return (mul(dy, scale(step(x), by=1.0 - slope, bias=slope)),)
+leaky_relu.vjp(lambda dy, y, x, *, slope: (mul(dy, scale(step(x), by=1.0 - slope, bias=slope)),))
 
 
 @leaky_relu.kernel("numpy")

@@ -124,8 +124,7 @@ def get_rows_back_numpy(dw, dy, ids, acc, *, shape):
 
 @get_rows_back.kernel("cpu")
 def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
-    if acc is not None:
-        start_with(dw, acc)
+    start_with(dw, acc)
     bad = kernels.rows.get_rows_back(table(dw, 1), table(dy, ids.ndim), flat(ids), acc is not None)
     _check("get_rows_back", ids, len(dw), bad)
 
@@ -216,9 +215,7 @@ def set_rows_torch(out, leaf, x, ids):
         to.index_copy_(0, torch.where(none, most.clamp(min=0), ids), rows)
 
 
-@set_rows.cost
-def set_rows_cost(out, leaf, x, ids):
-    return Cost(nbytes=2 * x.spec.nbytes + ids.spec.nbytes)
+set_rows.cost(lambda out, leaf, x, ids: Cost(nbytes=2 * x.spec.nbytes + ids.spec.nbytes))
 
 
 @set_rows.samples
@@ -240,9 +237,7 @@ def zero_rows(x: Tensor, ids: Tensor) -> Spec:
     return x.spec
 
 
-@zero_rows.vjp
-def zero_rows_vjp(dy, y, x, ids):
-    return zero_rows(dy, ids), None
+zero_rows.vjp(lambda dy, y, x, ids: (zero_rows(dy, ids), None))
 
 
 @zero_rows.kernel("numpy")

@@ -97,7 +97,7 @@ def matmul_numpy(y, x, w, acc, precision):
 @matmul.kernel("cpu", strided=_is_matrix)
 def matmul_cpu(y, x, w, acc, precision, work=()):
     how = acc is not None, half(precision)
-    same = acc is None or arrays.start_with(y, acc)
+    same = arrays.start_with(y, acc)
     if w.ndim == 2:
         call = _product(rows(y), rows(x), w, how, work)
         return call if same else None
@@ -210,8 +210,7 @@ def matmul_back_numpy(dx, dy, w, acc, precision):
 
 @matmul_back.kernel("cpu")
 def matmul_back_cpu(dx, dy, w, acc, precision):
-    if acc is not None:
-        arrays.start_with(dx, acc)
+    arrays.start_with(dx, acc)
     block = dtype_of(w).block
     how = acc is not None, half(precision)
     kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *how)
@@ -270,8 +269,7 @@ def out_prod_numpy(y, a, b, acc, precision):
 
 @out_prod.kernel("cpu")
 def out_prod_cpu(y, a, b, acc, precision):
-    if acc is not None:
-        arrays.start_with(y, acc)
+    arrays.start_with(y, acc)
     kernels.matmul.product(y, rows(a).T, rows(b), acc is not None, half(precision))
 
 

@@ -4,9 +4,9 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.ops.arrays import demand, flat, rows, table
+from packtrain.ops.arrays import assigned, demand, flat, rows, table
 from packtrain.ops.shape import cont, reshape
-from packtrain.ops.torch import CHUNK, spans, wide
+from packtrain.ops.torch import CHUNK, copied, spans, wide
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 
@@ -28,9 +28,7 @@ def broadcast_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     return View(tuple(shape), x.dtype, steps)
 
 
-@broadcast_to.vjp
-def broadcast_to_vjp(dy, y, x, *, shape):
-    return (sum_like(dy, x),)
+broadcast_to.vjp(lambda dy, y, x, *, shape: (sum_like(dy, x),))
 
 
 @broadcast_to.samples
@@ -67,14 +65,8 @@ def sum(x: Tensor) -> Spec:
     return Spec(())
 
 
-@sum.vjp
-def sum_vjp(dy, y, x):
-    return (broadcast_to(dy, shape=x.shape),)
-
-
-@sum.kernel("numpy")
-def sum_numpy(y, x):
-    y[...] = x.sum(dtype=np.float64)
+sum.vjp(lambda dy, y, x: (broadcast_to(dy, shape=x.shape),))
+sum.kernel("numpy")(assigned(lambda x: x.sum(dtype=np.float64)))
 
 
 @sum.kernel("cpu")
@@ -91,10 +83,7 @@ def sum_torch(y, x):
     y.copy_(total)
 
 
-@sum.samples
-def sum_samples():
-    for n in (1, 15, 64, 70_000):
-        yield sum(input("x", (n,)))
+sum.samples(lambda: (sum(input("x", (n,))) for n in (1, 15, 64, 70_000)))
 
 
 @op()
@@ -106,14 +95,8 @@ def sum_rows(x: Tensor) -> Spec:
     return Spec((*x.shape[:-1], 1))
 
 
-@sum_rows.vjp
-def sum_rows_vjp(dy, y, x):
-    return (broadcast_to(dy, shape=x.shape),)
-
-
-@sum_rows.kernel("numpy")
-def sum_rows_numpy(y, x):
-    y[...] = x.sum(-1, keepdims=True, dtype=np.float64)
+sum_rows.vjp(lambda dy, y, x: (broadcast_to(dy, shape=x.shape),))
+sum_rows.kernel("numpy")(assigned(lambda x: x.sum(-1, keepdims=True, dtype=np.float64)))
 
 
 @sum_rows.kernel("cpu")
@@ -121,9 +104,7 @@ def sum_rows_cpu(y, x):
     kernels.reduce.sum_rows(flat(y), rows(x))
 
 
-@sum_rows.kernel("torch", strided=True)
-def sum_rows_torch(y, x):
-    y.copy_(wide(x).sum(-1, keepdim=True))
+sum_rows.kernel("torch", strided=True)(copied(lambda x: wide(x).sum(-1, keepdim=True)))
 
 
 @sum_rows.samples
@@ -145,9 +126,7 @@ def sum_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     return Spec(tuple(shape))
 
 
-@sum_to.vjp
-def sum_to_vjp(dy, y, x, *, shape):
-    return (broadcast_to(dy, shape=x.shape),)
+sum_to.vjp(lambda dy, y, x, *, shape: (broadcast_to(dy, shape=x.shape),))
 
 
 @sum_to.kernel("numpy")
@@ -174,9 +153,7 @@ def sum_to_cpu(y, x, *, shape):
         )
 
 
-@sum_to.kernel("torch", strided=True)
-def sum_to_torch(y, x, *, shape):
-    y.copy_(wide(x).sum_to_size(shape))
+sum_to.kernel("torch", strided=True)(copied(lambda x, *, shape: wide(x).sum_to_size(shape)))
 
 
 @sum_to.samples
@@ -195,9 +172,7 @@ def cumsum(x: Tensor, *, reverse: bool = False) -> Spec:
     return x.spec
 
 
-@cumsum.vjp
-def cumsum_vjp(dy, y, x, *, reverse):
-    return (cumsum(dy, reverse=not reverse),)
+cumsum.vjp(lambda dy, y, x, *, reverse: (cumsum(dy, reverse=not reverse),))
 
 
 @cumsum.kernel("numpy")

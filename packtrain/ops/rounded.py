@@ -4,9 +4,9 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
-from packtrain.ops import costs
+from packtrain.ops import arrays, costs
 from packtrain.ops.arrays import again, flat, floats, integers_of, packed, rows, start_with
-from packtrain.ops.torch import add_product
+from packtrain.ops.torch import add_product, copied
 from packtrain.ops.torch import rows as rows_of
 from packtrain.ops.torch import start_with as begin_with
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -45,9 +45,7 @@ def _rounded(x):
     return np.where(step == 0, 0, codes * step.astype(x.dtype)).reshape(x.shape)
 
 
-@rounded.kernel("numpy")
-def rounded_numpy(y, x):
-    y[...] = _rounded(x)
+rounded.kernel("numpy")(arrays.assigned(_rounded))
 
 
 @rounded.kernel("cpu")
@@ -64,15 +62,8 @@ def _rounded_torch(x):
     return codes.mul_(step).masked_fill_(step == 0, 0).view(x.shape)
 
 
-@rounded.kernel("torch")
-def rounded_torch(y, x):
-    y.copy_(_rounded_torch(x))
-
-
-@rounded.samples
-def rounded_samples():
-    for shape in ((32,), (3, 64), (2, 3, 96)):
-        yield rounded(input("x", shape))
+rounded.kernel("torch")(copied(_rounded_torch))
+rounded.samples(lambda: (rounded(input("x", shape)) for shape in ((32,), (3, 64), (2, 3, 96))))
 
 
 @op(inplace=(2,), acc=2)
@@ -106,14 +97,12 @@ def matmul_rounded_torch(y, x, w, acc):
     add_product(rows_of(y), rows_of(_rounded_torch(x)), w, fresh=acc is None)
 
 
-@matmul_rounded.workspace("cpu")
-def matmul_rounded_workspace(x, w, acc):
-    return (integers_of(x, 1),)
+matmul_rounded.workspace("cpu")(lambda x, w, acc: (integers_of(x, 1),))
 
 
 @matmul_rounded.kernel("cpu")
 def matmul_rounded_cpu(y, x, w, acc, *, work):
-    same = acc is None or start_with(y, acc)
+    same = start_with(y, acc)
     given = rows(y), rows(x), *packed(w), acc is not None
     if len(given[1]) > FEW_ROWS:
         call = again(kernels.rounded.product_of_many, *given, work[0])
@@ -122,9 +111,7 @@ def matmul_rounded_cpu(y, x, w, acc, *, work):
     return call if same else None
 
 
-@matmul_rounded.cost
-def matmul_rounded_cost(y, x, w, acc):
-    return costs.product_with(x.spec.size // x.shape[-1], w)
+matmul_rounded.cost(lambda y, x, w, acc: costs.product_with(x.spec.size // x.shape[-1], w))
 
 
 @matmul_rounded.samples

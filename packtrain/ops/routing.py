@@ -7,7 +7,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.ops.arrays import flat, rows
+from packtrain.ops.arrays import assigned, flat, rows
 from packtrain.ops.shape import reshape
 from packtrain.ops.torch import check_ids as check
 from packtrain.ops.torch import largest, torch
@@ -36,9 +36,7 @@ def top_k(x: Tensor, *, k: int) -> Spec:
     return Spec((*x.shape[:-1], k), i32)
 
 
-@top_k.kernel("numpy")
-def top_k_numpy(ids, x, *, k):
-    ids[...] = np.argsort(-x, axis=-1, kind="stable")[..., :k]
+top_k.kernel("numpy")(assigned(lambda x, *, k: np.argsort(-x, axis=-1, kind="stable")[..., :k]))
 
 
 @top_k.kernel("cpu")
@@ -115,9 +113,7 @@ def take_back(dy: Tensor, ids: Tensor, *, width: int) -> Spec:
     return Spec((*dy.shape[:-1], width))
 
 
-@take_back.vjp
-def take_back_vjp(ddx, dx, dy, ids, *, width):
-    return take(ddx, ids), None
+take_back.vjp(lambda ddx, dx, dy, ids, *, width: (take(ddx, ids), None))
 
 
 @take_back.kernel("numpy")
@@ -160,9 +156,7 @@ def group_rows(ids: Tensor, *, groups: int) -> tuple[Spec, ...]:
     return Spec((ids.spec.size,), i32), Spec((ids.spec.size,), i32), ids.spec
 
 
-@group_rows.workspace("cpu")
-def group_rows_work(ids, *, groups):
-    return (Spec((groups,), i32),)
+group_rows.workspace("cpu")(lambda ids, *, groups: (Spec((groups,), i32),))
 
 
 @group_rows.kernel("numpy")

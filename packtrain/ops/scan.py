@@ -106,17 +106,15 @@ def ssm_scan_vjp(dy, y, x, delta, a, skip, seq, **how):
     return *ssm_scan_back(dy, x, delta, a, skip, seq, **how), None
 
 
-def _scan(y, x, delta, a, skip, seq, groups, width):
+@ssm_scan.kernel("torch")
+@ssm_scan.kernel("numpy")
+def ssm_scan_numpy(y, x, delta, a, skip, seq, *, groups, width):
+    if 0 in y.shape:
+        return
     values, b, c = parts_of(x, delta, groups, width)
     first = values[:, 0, ..., None] * b[:, 0, :, None] * 0
     for t, (_, found) in enumerate(_steps(values, b, c, delta, a, seq, first)):
         y[:, t] = (found + skip[:, None] * values[:, t]).reshape(y[:, t].shape)
-
-
-@ssm_scan.kernel("numpy")
-def ssm_scan_numpy(y, x, delta, a, skip, seq, *, groups, width):
-    if y.size:
-        _scan(y, x, delta, a, skip, seq, groups, width)
 
 
 @ssm_scan.workspace("cpu")
@@ -131,21 +129,12 @@ def ssm_scan_cpu(y, x, delta, a, skip, seq, *, groups, width, work):
     kernels.scan.scan(*given, x.shape[1], groups)
 
 
-@ssm_scan.kernel("torch")
-def ssm_scan_torch(y, x, delta, a, skip, seq, *, groups, width):
-    if y.numel():
-        _scan(y, x, delta, a, skip, seq, groups, width)
-
-
 @ssm_scan.cost
 def ssm_scan_cost(y, x, delta, *others, groups, width):
     return Cost({"attend": 2 * math.prod(y.shape) * width})
 
 
-@ssm_scan.samples
-def ssm_scan_samples():
-    for given, how in _samples():
-        yield ssm_scan(*given, **how)
+ssm_scan.samples(lambda: (ssm_scan(*given, **how) for given, how in _samples()))
 
 
 @op()

@@ -60,7 +60,9 @@ def ssm_scan_cells(
     return leaf.spec, Spec((x.shape[0], wide))
 
 
-def _scan(out, leaf, x, delta, a, skip, line, source, target, *, groups):
+@ssm_scan_cells.kernel("torch")
+@ssm_scan_cells.kernel("numpy")
+def ssm_scan_cells_numpy(out, leaf, x, delta, a, skip, line, source, target, *, groups):
     y, xp = out[1], np if isinstance(x, np.ndarray) else torch
     values, b, c = parts_of(x, delta, groups, leaf.shape[-1])
     begin(leaf, source, target)
@@ -73,14 +75,6 @@ def _scan(out, leaf, x, delta, a, skip, line, source, target, *, groups):
         s = leaf[at] * xp.exp(d * a[:, None, None]) + d * values[t][..., None] * b[t][:, None]
         leaf[at] = s
         y[t] = ((s * c[t][:, None]).sum(-1) + skip[:, None] * values[t]).reshape(-1)
-
-
-ssm_scan_cells.kernel("numpy")(_scan)
-
-
-@ssm_scan_cells.kernel("torch")
-def ssm_scan_cells_torch(out, leaf, x, *given, groups):
-    _scan(out, leaf, x, *given, groups=groups)
 
 
 @ssm_scan_cells.kernel("cpu")
@@ -126,7 +120,9 @@ def short_conv_states(
     return leaf.spec, Spec((tokens, channels))
 
 
-def _conv(out, leaf, x, w, line, source, target):
+@short_conv_states.kernel("torch")
+@short_conv_states.kernel("numpy")
+def short_conv_states_numpy(out, leaf, x, w, line, source, target):
     y = out[1]
     begin(leaf, source, target)
     for t in range(len(x)):
@@ -137,17 +133,7 @@ def _conv(out, leaf, x, w, line, source, target):
             leaf[at, k] = leaf[at, k + 1] if k + 1 < last else x[t]
 
 
-short_conv_states.kernel("numpy")(_conv)
-
-
-@short_conv_states.kernel("torch")
-def short_conv_states_torch(out, leaf, x, w, line, source, target):
-    _conv(out, leaf, x, w, line, source, target)
-
-
-@short_conv_states.workspace("cpu")
-def short_conv_states_work(leaf, x, w, *others):
-    return (Spec((w.shape[1], w.shape[0])),)
+short_conv_states.workspace("cpu")(lambda leaf, x, w, *others: (Spec((w.shape[1], w.shape[0])),))
 
 
 @short_conv_states.kernel("cpu")

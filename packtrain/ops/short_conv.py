@@ -102,10 +102,7 @@ def short_conv_torch(y, x, w, seq):
     _run_torch(y, x, w, seq, 1)
 
 
-@short_conv.samples
-def short_conv_samples():
-    for given in _samples():
-        yield short_conv(*given)
+short_conv.samples(lambda: (short_conv(*given) for given in _samples()))
 
 
 @op()
@@ -140,10 +137,7 @@ def short_conv_back_torch(dx, dy, w, seq):
     _run_torch(dx, dy, w, seq, -1)
 
 
-@short_conv_back.samples
-def short_conv_back_samples():
-    for given in _samples():
-        yield short_conv_back(*given)
+short_conv_back.samples(lambda: (short_conv_back(*given) for given in _samples()))
 
 
 @op()
@@ -160,9 +154,7 @@ def short_conv_back_w_vjp(ddw, dw, dy, x, seq, *, taps):
     return short_conv(x, ddw, seq), short_conv_back(dy, ddw, seq), None
 
 
-@short_conv_back_w.workspace("cpu")
-def short_conv_back_w_work(dy, x, *others, taps):
-    return (Spec((taps, x.shape[2])),) * 2
+short_conv_back_w.workspace("cpu")(lambda dy, x, *others, taps: (Spec((taps, x.shape[2])),) * 2)
 
 
 @short_conv_back_w.kernel("numpy")

@@ -21,9 +21,7 @@ def log_soft_max(x: Tensor) -> Spec:
     return x.spec
 
 
-@log_soft_max.vjp
-def log_soft_max_vjp(dy, y, x):
-    return (sub(dy, mul(soft_max(x), sum_rows(dy))),)
+log_soft_max.vjp(lambda dy, y, x: (sub(dy, mul(soft_max(x), sum_rows(dy))),))
 
 
 @log_soft_max.kernel("numpy")

@@ -248,9 +248,7 @@ def lbfgs_dots_torch(dots, g, s, y, p, numbers, acc):
     dots.copy_(total if acc is None else total.add_(acc))
 
 
-@lbfgs_dots.cost
-def lbfgs_dots_cost(out, g, s, *given):
-    return Cost({"exp": 0.25 * out.spec.size * g.spec.size})
+lbfgs_dots.cost(lambda out, g, s, *given: Cost({"exp": 0.25 * out.spec.size * g.spec.size}))
 
 
 def _numbers(what, m, i=0, length=0.0):

@@ -6,7 +6,7 @@ A process alone is the only one of its run: see `ranks.here`. Kernels of PyTorch
 import numpy as np
 
 from packtrain.dtypes import f32
-from packtrain.ops.arrays import flat
+from packtrain.ops.arrays import assigned, flat
 from packtrain.ops.costs import elementwise
 from packtrain.ops.torch import on_host
 from packtrain.optim.parts import Share
@@ -93,14 +93,8 @@ def all_reduce(x: Tensor) -> Spec:
     return x.spec
 
 
-@all_reduce.kernel("numpy")
-def all_reduce_numpy(y, x):
-    y[...] = x
-
-
-@all_reduce.kernel("cpu")
-def all_reduce_cpu(y, x):
-    y[...] = here().total(float(x))
+all_reduce.kernel("numpy")(assigned(lambda x: x))
+all_reduce.kernel("cpu")(assigned(lambda x: here().total(float(x))))
 
 
 @all_reduce.kernel("torch")

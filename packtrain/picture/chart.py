@@ -6,15 +6,15 @@ Above: the arena's addresses over time; below: the bytes alive, on the same time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Unpack
 
 from packtrain.picture.scene import (
     CATEGORIES,
     COLORS,
     DASHES,
     READING,
+    About,
     Level,
-    Row,
-    Samples,
     Scene,
     fullest,
     make_scene,
@@ -36,20 +36,9 @@ HALO = (
 )
 
 
-def chart(
-    plan: Plan,
-    *,
-    title: str = "plan",
-    budget_nbytes: int | None = None,
-    rows: Sequence[Row] | None = None,
-    measured: int | Samples | None = None,
-    space: str = "host",
-    rectangles: int = MOST,
-) -> str:
-    """The SVG text, with so many of the largest rectangles. The other arguments are those of `page`."""
-    scene = make_scene(
-        plan, space, title=title, budget_nbytes=budget_nbytes, rows=rows, measured=measured
-    )
+def chart(plan: Plan, *, rectangles: int = MOST, **about: Unpack[About]) -> str:
+    """The SVG text, with so many of the largest rectangles. See About for the others."""
+    scene = make_scene(plan, **about)
     frame = Frame(scene.last, scene.top)
     drawn = [
         label(24, 34, scene.title, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),

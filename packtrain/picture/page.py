@@ -7,10 +7,9 @@ without the script.
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, Unpack
 
 from packtrain.picture.scene import (
     CATEGORIES,
@@ -18,8 +17,7 @@ from packtrain.picture.scene import (
     DASHES,
     OWNERS,
     READING,
-    Row,
-    Samples,
+    About,
     Scene,
     make_scene,
     plain,
@@ -30,24 +28,9 @@ from packtrain.words import plural
 LATER = 6  # tensors named that reuse a rectangle's bytes; others are counted
 
 
-def page(
-    plan: Plan,
-    *,
-    title: str = "plan",
-    budget_nbytes: int | None = None,
-    rows: Sequence[Row] | None = None,
-    measured: int | Samples | None = None,
-    space: str = "host",
-) -> str:
-    """The HTML text.
-
-    rows           (what, bytes, why) of all memory outside the arena; by default weights and states
-    budget_nbytes  for the rows and the arena together
-    measured       measured bytes of the process: the peak, or samples (step of the plan, bytes)
-    """
-    scene = make_scene(
-        plan, space, title=title, budget_nbytes=budget_nbytes, rows=rows, measured=measured
-    )
+def page(plan: Plan, **about: Unpack[About]) -> str:
+    """The HTML text."""
+    scene = make_scene(plan, **about)
     script = _asset("page.js")
     seal = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {

@@ -6,6 +6,7 @@ Nothing is drawn here.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypedDict
 
 import numpy as np
 
@@ -167,11 +168,26 @@ class Scene:
         return [category for category in CATEGORIES if category in found]
 
 
+class About(TypedDict, total=False):
+    """What a picture of a plan can say besides, as keywords.
+
+    rows           (what, bytes, why) of all memory outside the arena; by default weights and states
+    budget_nbytes  for the rows and the arena together
+    measured       measured bytes of the process: the peak, or samples (step of the plan, bytes)
+    """
+
+    title: str
+    budget_nbytes: int | None
+    rows: Sequence[Row] | None
+    measured: int | Samples | None
+    space: str
+
+
 def make_scene(
     plan: Plan,
-    space: str,
+    space: str = "host",
     *,
-    title: str,
+    title: str = "plan",
     rows: Sequence[Row] | None = None,
     budget_nbytes: int | None = None,
     measured: int | Samples | None = None,

@@ -4,7 +4,7 @@ Each column shows the fullest step of its time interval, so that the peak is alw
 """
 
 import textwrap
-from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from packtrain.picture.scene import (
     CATEGORIES,
     COLORS,
     OWNERS,
-    Row,
-    Samples,
+    About,
     Scene,
     fullest,
     make_scene,
@@ -29,22 +28,10 @@ BARS = " ▁▂▃▄▅▆▇█"
 FREE = -1
 
 
-def terminal(
-    plan: Plan,
-    width: int = 80,
-    *,
-    color: bool = False,
-    title: str = "plan",
-    budget_nbytes: int | None = None,
-    rows: Sequence[Row] | None = None,
-    measured: int | Samples | None = None,
-    space: str = "host",
-) -> str:
-    """Lines of at most `width` columns, at least 40. The other arguments are those of `page`."""
+def terminal(plan: Plan, width: int = 80, *, color: bool = False, **about: Unpack[About]) -> str:
+    """Lines of at most `width` columns, at least 40. See About for the others."""
     width = max(width, 40)
-    scene = make_scene(
-        plan, space, title=title, budget_nbytes=budget_nbytes, rows=rows, measured=measured
-    )
+    scene = make_scene(plan, **about)
     steps = fullest(scene.live, width - MARGIN)
     heights = _raster(scene, steps)
     marks = _marks(scene)

@@ -6,7 +6,6 @@ Input: a record of numbers per step. It measures peak private memory, and knows 
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from packtrain.events import Events
@@ -95,12 +94,7 @@ class Watch:
         self._measuring.enter_context(self.peak)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._measuring.close()
         for file in (*self.files, *filter(None, [self.texts])):
             file.close()

@@ -1,7 +1,6 @@
 """Replay: the loss and its gradients, texts that the base writes, rows that end in them, runs that forget less."""
 
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ from packtrain.checking.running import run
 from packtrain.cli import main
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
+from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.file import open_model
-from packtrain.models.replay import ENTROPY, IDS, PARTS, Replay
+from packtrain.models.replay import CONSTANTS, IDS, MEANS, Replay
 from packtrain.models.transformer import Loss
+from packtrain.quant import dequantize
 from packtrain.training.replay import FILE, ReplayBatches
 from packtrain.watch import metrics
 from tests.architectures import random_model
@@ -26,7 +27,7 @@ from tests.test_train import said, signal_after, weights
 
 B, T, C, V = 2, 6, 8, 23
 CONFIG = Config(V, 16, C, 1, 16, 2, 1)
-HOW = Replay(length=3, weight=0.7, top=5)
+HOW = Replay(length=3, weight=0.7, texts=2, width=C)
 STORIES = Path(__file__).parents[2] / "shared/data/models/stories260K/stories260K.gguf"
 
 
@@ -36,88 +37,61 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
     return logs
 
 
-def example() -> dict[str, np.ndarray]:
+def example(biased: bool) -> dict[str, np.ndarray]:
     """Inputs of two rows whose last three targets are a text of the base, as ReplayBatches would make them."""
     rng = np.random.default_rng(1)
-    base = log_softmax(rng.standard_normal((B, HOW.length, V)) * 2)
-    targets = rng.integers(0, V, (B, T)).astype(np.int32)
-    weights = rng.uniform(0.1, 1, (B, T)).astype(np.float32)
-    more: dict[str, list[np.ndarray]] = {IDS: [], PARTS: [], ENTROPY: []}
-    for row in range(B):
-        drawn = targets[row, -HOW.length :]
-        ids = np.argsort(-base[row], -1)[:, : HOW.top]
-        logps = np.take_along_axis(base[row], ids, -1)
-        logp = np.take_along_axis(base[row], drawn[:, None], -1)[:, 0]
-        *inputs, own = HOW.targets(drawn, ids, logps, logp)
-        for name, value in zip(more, inputs, strict=True):
-            more[name].append(value)
-        weights[row, -HOW.length :] = own * 0.2
-    values = {name: np.stack(value) for name, value in more.items()}
     x = rng.standard_normal((B, T, C)).astype(np.float32)
     head = rng.standard_normal((V, C)).astype(np.float32)
-    return {"x": x, "head": head, "targets": targets, "weights": weights, "base": base, **values}
+    bias = rng.standard_normal(V).astype(np.float32) * biased
+    logp = log_softmax(rng.standard_normal((B, HOW.length, V)) * 2)
+    p, targets = np.exp(logp), rng.integers(0, V, (B, T)).astype(np.int32)
+    ids = targets[:, -HOW.length :]
+    return {
+        "x": x,
+        "token_embd.weight": head,
+        "output.bias": bias,
+        "targets": targets,
+        "weights": rng.uniform(0.1, 1, (B, T)).astype(np.float32),
+        "logp": logp,
+        IDS: ids,
+        MEANS: (p @ head).astype(np.float32),
+        CONSTANTS: ((p * logp).sum(-1) - p @ bias + bias[ids]).astype(np.float32),
+    }
 
 
 def expected(given: dict[str, np.ndarray], x: np.ndarray) -> float:
     """The loss in f64, written out over the whole vocabulary."""
-    logq = log_softmax(x.astype(np.float64) @ given["head"].astype(np.float64).T)
-    targets, n = given["targets"], T - HOW.length
-    hard = -np.take_along_axis(logq, targets[..., None], -1)[..., 0] * given["weights"]
-    total = hard[:, :n].sum()
-    for row in range(B):
-        shares = np.zeros((HOW.length, V))
-        for at, y in enumerate(targets[row, n:]):
-            p = np.exp(given["base"][row, at])
-            likely = np.argsort(-p)[: HOW.top]
-            shares[at, likely] = p[likely]
-            if y not in likely:
-                shares[at, y] = 1
-        sums = shares.sum(-1)
-        each = (shares * (given["base"][row] - logq[row, n:])).sum(-1) / sums
-        total += (each * given["weights"][row, n:]).sum()
-    return float(total * (1 + HOW.weight))
+    head, n = given["token_embd.weight"].astype(np.float64), T - HOW.length
+    logq = log_softmax(x.astype(np.float64) @ head.T + given["output.bias"])
+    hard = -np.take_along_axis(logq, given["targets"][..., None], -1)[..., 0]
+    divergence = (np.exp(given["logp"]) * (given["logp"] - logq[:, n:])).sum(-1)
+    each = np.concatenate((hard[:, :n], divergence), -1) * given["weights"]
+    return float(each.sum() * (1 + HOW.weight))
 
 
-def test_the_loss_and_its_slope() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_loss_and_its_slope(biased: bool) -> None:
     """By the definition, and by finite differences in float64."""
-    given = example()
+    given = example(biased)
     x, head = pt.weight("x", (B, T, C)), pt.weight("token_embd.weight", (V, C))
+    leaves = {"token_embd.weight": head}
+    if biased:
+        leaves["output.bias"] = pt.weight("output.bias", (V,))
     targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
-    results = ops.linear_cross_entropy(x, head, targets, counted, chunk=4)
+    results = ops.linear_cross_entropy(
+        x, head, targets, counted, leaves.get("output.bias"), chunk=4
+    )
     made = Loss(results[0], results[1], results[2], [], x, targets, counted)
-    loss = HOW.loss(CONFIG, {"token_embd.weight": head}, made, 4)
-    slope = differentiate(loss, [x])[x]
-    graph = Graph({"loss": loss, "slope": slope})
+    loss = HOW.loss(CONFIG, leaves, made, 4)
+    graph = Graph({"loss": loss, "slope": differentiate(loss, [x])[x]})
     names = {leaf.label for leaf in graph.leaves}
-    fed = {n: v for n, v in {**given, "token_embd.weight": given["head"]}.items() if n in names}
-    got = run(graph, fed)
+    got = run(graph, {n: v for n, v in given.items() if n in names})
     assert float(got["loss"]) == pytest.approx(expected(given, given["x"]), rel=1e-5)
     for at in [*np.ndindex(B, T, C)][::5]:
         step = np.zeros((B, T, C))
         step[at] = 1e-5
         up, down = (expected(given, given["x"] + sign * step) for sign in (1, -1))
         assert got["slope"][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), at
-
-
-def test_on_average_over_the_text_targets_are_the_base_probabilities() -> None:
-    """Unlikely tokens are only drawn, and stand for all that are not among the likeliest."""
-    rng = np.random.default_rng(2)
-    logp = log_softmax(rng.standard_normal(V))
-    likely = np.argsort(-logp)[: HOW.top]
-    mean, counted = np.zeros(V), 0.0
-    for y in range(V):
-        ids, parts, _, weights = HOW.targets(
-            np.array([y]), likely[None], logp[likely][None], logp[y : y + 1]
-        )
-        share = np.zeros(V)
-        np.add.at(share, ids[:, 0], -parts[:, 0])
-        share[y] += 1  # of -log q(y) itself
-        whole = np.exp(logp[likely]).sum() + (y not in likely)
-        mean += math.exp(logp[y]) * whole * share
-        counted += math.exp(logp[y]) * whole
-        assert weights.sum() == pytest.approx(1)
-    np.testing.assert_allclose(mean, np.exp(logp), atol=1e-6)
-    assert counted == pytest.approx(1)
 
 
 # ---- runs
@@ -163,13 +137,27 @@ def test_answers_are_learned_beside_texts_of_the_base(
     assert tuned(folder, output, "--iters", "2", base=base) == 0, said(capsys)
     found = texts(output)
     assert found["tokens"].shape == (64, 129) and (found["tokens"] >= 0).all()
-    ends = [*open_model(folder / f"{base}.gguf").tokenizer().ends]
+    base_file = open_model(folder / f"{base}.gguf")
+    ends = [*base_file.tokenizer().ends]
     assert not np.isin(found["tokens"][:, 1:], ends).any()
     assert len({row.tobytes() for row in found["tokens"]}) == 64
     context = pt.Context(folder / f"{base}.gguf", cells=128, cache="f32")
     logits = context.decode(found["tokens"][3, :20].tolist(), wanted=range(20))
-    want = np.take_along_axis(log_softmax(logits), found["tokens"][3, 1:21, None], -1)[:, 0]
-    np.testing.assert_allclose(found["logp"][3, :20], want, atol=0.02)
+    logp = log_softmax(logits.astype(np.float64))
+    table = dequantize(
+        base_file.gguf.array(transformer.head(transformer.weights(base_file.config)).label)
+    )
+    np.testing.assert_allclose(found["means"][3, :20], np.exp(logp) @ table, atol=2e-3)
+    np.testing.assert_allclose(found["constants"][3, :20], (np.exp(logp) * logp).sum(-1), atol=0.01)
+
+
+def test_step_1_has_no_divergence(folder: Path, tmp_path: Path) -> None:
+    """An adapter begins as the base: the loss is that without texts."""
+    first = []
+    for more in (["--replay", "0"], ["--replay", "4", "--replay-weight", "9"]):
+        assert tuned(folder, tmp_path / "tuned.gguf", "--iters", "1", "--overwrite", *more) == 0
+        first.append(losses(tmp_path / "tuned.gguf")[0])
+    assert first[1] == pytest.approx(first[0], abs=2e-3)
 
 
 def test_rows_end_in_a_text_that_counts_as_much_as_the_weight_says(
@@ -230,6 +218,7 @@ def test_no_texts_are_written_where_none_count(
         ("gemma2", ["--replay", "8"], "gemma2.gguf caps its logits"),
         ("llama tied", ["--replay", "8", "--teacher", "llama tied.gguf"], "--replay 8: --teacher"),
         ("llama tied", ["--replay", "8", "--loss", "dpo"], "--replay 8: --loss dpo"),
+        ("llama tied", ["--replay", "8", "--full"], "--replay 8: with --full all weights change"),
         ("llama tied", ["--replay", "0", "--replay-weight", "2"], "has no effect with --replay 0"),
     ],
 )

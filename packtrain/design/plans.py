@@ -232,7 +232,8 @@ def loop_nbytes(shape: StepShape, calls: int) -> int:
     # as they come, with their share of the loss, and together or those before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
     own = LOOP_NBYTES + THREADS_NBYTES * (shape.ranks > 1)
-    own += WRITING_NBYTES * isinstance(shape.distill, Replay)
+    if isinstance(shape.distill, Replay):
+        own += WRITING_NBYTES + shape.distill.nbytes
     return own + BOUND_NBYTES * calls + times * batch * shape.micros
 
 

@@ -46,7 +46,13 @@ class Distill:
         """The loss (). Adds inputs `teacher_ids` i32 and `teacher_parts`, (B, top + 1, T), see `parts`."""
         (rows, time, _), head, bias = made.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
-        apart = beside(w, made.x, input(IDS, shape, i32), input(PARTS, shape))
+        counted = input(IDS, shape, i32), input(PARTS, shape)
+        mixed = _mixed(head, *counted)
+        apart = ops.reshape(ops.sum_rows(ops.mul(made.x, mixed)), shape=(rows, time))
+        if bias is not None:
+            column = ops.reshape(bias, shape=(*bias.shape, 1))
+            of_bias = ops.reshape(_mixed(column, *counted), shape=(rows, time))
+            apart = ops.add(apart, of_bias)
         apart = ops.sum(ops.mul(apart, made.weights))
         by = self.weight
         if self.temperature == 1:
@@ -67,18 +73,6 @@ class Distill:
         e = np.exp((logits - logits[:, :1]).astype(np.float64) / self.temperature)
         p = e / e.sum(-1, keepdims=True)
         return np.concatenate((np.ones((len(p), 1)), -p), -1).astype(np.float32)
-
-
-def beside(w: Weights, x: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
-    """What the loss has beside -log q(y): logits of x (B, T, C) at ids (B, N, T), as much as each counts, (B, T)."""
-    (rows, time, _), bias = x.shape, w.get(HEAD_BIAS)
-    made = ops.reshape(
-        ops.sum_rows(ops.mul(x, _mixed(transformer.head(w), ids, parts))), shape=(rows, time)
-    )
-    if bias is None:
-        return made
-    of_bias = _mixed(ops.reshape(bias, shape=(*bias.shape, 1)), ids, parts)
-    return ops.add(made, ops.reshape(of_bias, shape=(rows, time)))
 
 
 def _mixed(table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:

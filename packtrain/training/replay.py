@@ -9,14 +9,22 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain import ops
+from packtrain.backends import Target
 from packtrain.context import Context
 from packtrain.errors import DoesNotFit, Interrupted
 from packtrain.events import Events
+from packtrain.graph import Graph
 from packtrain.memory import settle
+from packtrain.models import transformer
 from packtrain.models.file import ModelFile
-from packtrain.models.replay import ENTROPY, IDS, PARTS, Replay
+from packtrain.models.replay import CONSTANTS, IDS, MEANS, Replay
+from packtrain.models.shapes import HEAD_BIAS
+from packtrain.placing import place
 from packtrain.ranks import here
+from packtrain.run import Executor, Session
 from packtrain.samples import Samples
+from packtrain.tensor import input
 from packtrain.training import told
 from packtrain.training.job import Job
 from packtrain.training.samples import SampleBatches
@@ -30,39 +38,34 @@ class ReplayBatches(SampleBatches):
 
     time   tokens of a row that are left for samples
     texts  how many; rows take them in turn
-    known  of each text: its `tokens` (texts, length + 1), `logp` of each but the first, and the base's likeliest `ids`
-           with their `logps` (texts, length, top); a first token of -1: it is not written yet
+    known  of each text its `tokens` (texts, length + 1), and of each but the first `means` (texts, length, C) f16 of
+           the head's rows by the base's probabilities and `constants` (texts, length), see models.replay; a first token
+           of -1: it is not written yet
     """
 
     def __init__(
-        self, samples: Samples, rows: int, time: int, how: Replay, texts: int, base: ModelFile, *,
+        self, samples: Samples, rows: int, time: int, how: Replay, base: ModelFile, *,
         seed: int = 0, pack: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(samples, rows, time, seed=seed, pack=pack)
-        self.time, self.how, self.base = time + how.length, how, base
-        self.texts, shape = texts, (texts, how.length)
-        self.known = {
-            "tokens": np.full((texts, how.length + 1), -1, np.int32),
-            "logp": np.zeros(shape, np.float32),
-            "ids": np.zeros((*shape, how.top), np.int32),
-            "logps": np.zeros((*shape, how.top), np.float32),
+        self.time, self.how, self.base, self.texts = time + how.length, how, base, how.texts
+        shape = how.texts, how.length
+        self.known: dict[str, np.ndarray] = {
+            "tokens": np.full((how.texts, how.length + 1), -1, np.int32),
+            "means": np.zeros((*shape, how.width), np.float16),
+            "constants": np.zeros(shape, np.float32),
         }
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         batch, span = super().__getitem__(index), slice(-self.how.length, None)
-        more = dict[str, list[np.ndarray]]({IDS: [], PARTS: [], ENTROPY: []})
-        for row in range(self.rows):
-            number = (index * self.rows + row) % len(self.known["tokens"])
-            tokens, logp, ids, logps = (self.known[name][number] for name in self.known)
-            *inputs, weights = self.how.targets(tokens[1:], ids, logps, logp)
-            for name, value in zip(more, inputs, strict=True):
-                more[name].append(value)
-            share = self.how.weight * batch["weights"][row].sum() / self.how.length
-            batch["tokens"][row, span], batch["targets"][row, span] = tokens[:-1], tokens[1:]
-            batch["pos"][row, span] = np.arange(self.how.length)
-            batch["seq"][row, span] = batch["seq"][row].max() + 1
-            batch["weights"][row, span] = share * weights
-        return batch | {name: np.stack(values) for name, values in more.items()}
+        chosen = (index * self.rows + np.arange(self.rows)) % self.how.texts
+        tokens, means, constants = (values[chosen] for values in self.known.values())
+        batch["tokens"][:, span], batch["targets"][:, span] = tokens[:, :-1], tokens[:, 1:]
+        batch["pos"][:, span] = np.arange(self.how.length)
+        batch["seq"][:, span] = batch["seq"].max(-1, keepdims=True) + 1
+        counted = batch["weights"].sum(-1, keepdims=True)
+        batch["weights"][:, span] = counted * (self.how.weight / self.how.length)
+        return batch | {IDS: tokens[:, 1:], MEANS: means.astype(np.float32), CONSTANTS: constants}
 
 
 def write_texts(
@@ -129,18 +132,31 @@ def _written(
     first = vocabulary.eos if vocabulary.bos is None else vocabulary.bos
     made = {name: np.zeros_like(values[which]) for name, values in train.known.items()}
     made["tokens"][:, 0], ends = first or 0, [*vocabulary.ends]
+    mean, bias = _mean_of_head(train.base, job.settings.target, len(which))
     for seq in seqs:
         context.remove(seq)
     for at in range(how.length):
         logits = context.decode(made["tokens"][:, at].tolist(), seqs)
-        for seq, row in enumerate(logits):
-            row -= row.max()
-            p = np.exp(row, dtype=np.float64)
-            whole = np.log(p.sum())
-            likely = np.argpartition(row, -how.top)[-how.top :]
-            made["ids"][seq, at], made["logps"][seq, at] = likely, row[likely] - whole
-            p[ends] = 0
-            sums = np.cumsum(p)
-            drawn = int(np.searchsorted(sums, draws[seq].random() * sums[-1], "right"))
-            made["tokens"][seq, at + 1], made["logp"][seq, at] = drawn, row[drawn] - whole
+        logits -= logits.max(-1, keepdims=True)
+        p = np.exp(logits)
+        sums = p.sum(-1, keepdims=True, dtype=np.float64)
+        p /= sums.astype(np.float32)
+        made["means"][:, at] = mean({"p": p})["mean"]
+        constants = np.vecdot(p, logits) - np.log(sums[:, 0]) - p @ bias  # less entropy and bias
+        p[:, ends] = 0
+        for seq, row in enumerate(np.cumsum(p, -1, dtype=np.float64)):
+            drawn = int(np.searchsorted(row, draws[seq].random() * row[-1], "right"))
+            made["tokens"][seq, at + 1], constants[seq] = drawn, constants[seq] + bias[drawn]
+        made["constants"][:, at] = constants
     return made
+
+
+def _mean_of_head(base: ModelFile, target: Target, rows: int) -> tuple[Executor, np.ndarray]:
+    """What gives the `mean` (rows, C) of the head's rows by probabilities `p` (rows, V); and the head's bias (V,)."""
+    weights, session = transformer.weights(base.config, base.types()), Session(target.limits)
+    session.share(base.stored())
+    p, bias = input("p", (rows, base.config.vocab_size)), np.zeros(base.config.vocab_size)
+    if HEAD_BIAS in weights:
+        bias = base.gguf.array(HEAD_BIAS)
+    graph = Graph({"mean": ops.matmul_back(p, transformer.head(weights))})
+    return session.executors({"mean": place(graph, target)})["mean"], bias

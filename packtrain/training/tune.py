@@ -49,7 +49,6 @@ from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.teacher import TeacherBatches
 from packtrain.training.tune_defaults import (
     REPLAY_LENGTH,
-    REPLAY_TOP,
     as_begun,
     completed,
     prospect,
@@ -264,9 +263,9 @@ def _batches(
         mark = fingerprint(teacher)
         learnt = partial(TeacherBatches, how=settings.distill, teacher=teacher, mark=mark)
     elif count:
-        top = min(REPLAY_TOP, config.vocab_size)
-        replay = Replay(min(REPLAY_LENGTH, time), settings.replay_weight, top)
-        learnt = partial(ReplayBatches, how=replay, texts=count, base=model)
+        length, width = min(REPLAY_LENGTH, time), config.embedding_length
+        replay = Replay(length, settings.replay_weight, count, width)
+        learnt = partial(ReplayBatches, how=replay, base=model)
     train, valid = learnt(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
     if dataset.valid is not None:
         valid = make(dataset.valid, size[0], train.time, shuffle=False, pack=settings.pack)

@@ -29,8 +29,7 @@ MAX_EPOCHS = 12
 BATCH_SIZES = (4, 2, 1)
 LEGACY = {"batch_size": 4, "epochs": 1.0}  # of runs from before these rules
 OPEN = ("lr", "batch_size", "epochs", "lora_alpha", "replay")
-# texts of the base, tokens of each, and of how many of its likeliest tokens the probabilities are kept
-REPLAY, REPLAY_LENGTH, REPLAY_TOP = 64, 128, 64
+REPLAY, REPLAY_LENGTH = 64, 128  # texts of the base, and tokens of each
 
 
 def usual_rate(settings: TuneSettings, width: int) -> float:
@@ -74,6 +73,7 @@ def replayed(settings: TuneSettings, config: Config, samples: Samples) -> int:
     reasons = {
         "--teacher says what all texts should be like": settings.teacher is not None,
         f"--loss {settings.loss} has no such term": settings.loss != NEXT_TOKEN,
+        "with --full all weights change, and it is for adapters": settings.full,
         f"{name} caps its logits, which it is not for": bool(config.final_softcap),
     }
     for reason, holds in reasons.items():
@@ -81,8 +81,8 @@ def replayed(settings: TuneSettings, config: Config, samples: Samples) -> int:
             raise InputError(f"--replay {settings.replay}: {reason}; leave it out")
     if settings.replay is not None:
         return settings.replay
-    # where whole texts are learned, or all weights change, the data is to shape everything that the model writes
-    usual = not settings.full and not samples.weights.all() and not is_older(settings)
+    # where whole texts are learned, the data is to shape everything that the model writes
+    usual = not samples.weights.all() and not is_older(settings)
     return REPLAY if usual and not any(reasons.values()) else 0
 
 

@@ -1,6 +1,9 @@
 """packtrain runs: compare the runs below a folder, as a table or a page."""
 
 import json
+import math
+import shutil
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,4 +56,5 @@ def run(settings: Runs) -> int:
 
 def _print(runs: list[History], as_json: bool) -> None:
     found = rows(runs)
-    print(json.dumps(found, indent=2) if as_json else "\n".join(lines(found)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines(found, width)))

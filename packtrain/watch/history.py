@@ -24,6 +24,8 @@ KEPT = 50  # the newest samples
 LONGEST = 4_000  # characters of a sample, and of a setting
 QUIET = 60.0  # seconds without a record, or the time of so many steps, after which a run counts as stopped
 QUIET_STEPS = 30
+QUIET_MERGE = 1800.0  # seconds after which a run whose merge has written nothing counts as unmerged
+MODELFILE = "Modelfile"  # in the run folder
 HIDDEN = {"resume", "overwrite", "force_reshuffle", "watch"}  # settings that say nothing of a run
 TRAIN = {
     "step": last, "tokens": last, "seconds": last, "loss": mean, "low": least, "high": most, "bad": total,
@@ -115,9 +117,16 @@ class History:
         return max(modified(self.folder / name) for name in (METRICS, SETTINGS, ABOUT)) / 1e9
 
     def state(self) -> str:
-        """running, done or stopped: what a reader of the files can know."""
-        if self.end is not None:
-            return "done"
+        """running, done, unmerged, failed or stopped: what a reader of the files can know."""
+        begun, merged = (modified(self.folder / name) for name in (SETTINGS, MODELFILE))
+        if (
+            self.end is not None
+        ):  # after its last step, finetune merges, and then writes the Modelfile
+            quiet = time.time() - self.changed
+            waits = "merge" in self.settings and merged < begun
+            return "done" if not waits else "unmerged" if quiet > QUIET_MERGE else "running"
+        if not math.isfinite(self.now.get("loss", 0.0)):
+            return "failed"
         each = self.now.get("seconds", 0.0) / max(self.step, 1)
         quiet = time.time() - self.changed
         return "running" if quiet < max(QUIET, QUIET_STEPS * each) else "stopped"

@@ -1,5 +1,6 @@
 """Finding the runs below a folder, and comparing them as a table."""
 
+import itertools
 import math
 import os
 import time
@@ -48,8 +49,8 @@ def rows(runs: Sequence[History]) -> list[dict[str, Any]]:
     ]
 
 
-def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The table as text; numbers stand to the right."""
+def lines(found: Sequence[dict[str, Any]], width: float = math.inf) -> Iterator[str]:
+    """The table as text; numbers stand to the right. Columns beyond the width are named below it."""
     differ = list(found[0]["settings"]) if found else []
     heads = [
         "run",
@@ -66,12 +67,16 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     ]
     cells = [[*heads, *differ], *(_cells(row, differ) for row in found)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
+    ends = itertools.accumulate(widths, lambda end, wide: end + 2 + wide)
+    count = max(sum(end <= width for end in ends), 2)
     for row in cells:
         shown = [
-            cell.rjust(width) if 2 <= k < len(heads) else cell.ljust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(wide) if 2 <= k < len(heads) else cell.ljust(wide)
+            for k, (cell, wide) in enumerate(zip(row[:count], widths, strict=False))
         ]
         yield "  ".join(shown).rstrip()
+    if left_out := cells[0][count:]:
+        yield f"for {', '.join(left_out)}: a wider terminal, --json or --html"
 
 
 def _cells(row: dict[str, Any], differ: Sequence[str]) -> list[str]:

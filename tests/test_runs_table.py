@@ -1,0 +1,55 @@
+"""`packtrain runs`: what state a run is in, and a table as wide as the terminal."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from packtrain.watch.history import QUIET, QUIET_MERGE, History
+from packtrain.watch.runs import lines, rows
+
+STEP = {"step": 3, "loss": 1.5, "tokens": 30, "seconds": 3.0}
+
+
+def run(folder: Path, *records: dict[str, object], age: float, merge: bool = True) -> History:
+    """A run whose files were written so many seconds ago."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "run.yaml").write_text("merge: calibrated\n" if merge else "preset: 1m\n")
+    for file in folder.iterdir():
+        now = file.stat().st_mtime
+        os.utime(file, (now - age, now - age))
+    history = History(folder, folder.name)
+    history.refresh(1)
+    return history
+
+
+@pytest.mark.parametrize(
+    ("records", "age", "merge", "state"),
+    [
+        ([STEP], 0, True, "running"),
+        ([STEP], 2 * QUIET, True, "stopped"),
+        ([STEP | {"loss": float("nan")}], 0, True, "failed"),
+        ([STEP, {"step": 3, "event": "end"}], 2 * QUIET, True, "running"),
+        ([STEP, {"step": 3, "event": "end"}], 2 * QUIET_MERGE, True, "unmerged"),
+        ([STEP, {"step": 3, "event": "end"}], 2 * QUIET_MERGE, False, "done"),
+    ],
+)
+def test_the_state_of_a_run(records, age, merge, state, tmp_path: Path) -> None:
+    assert run(tmp_path / "a.run", *records, age=age, merge=merge).state() == state
+
+
+def test_a_run_is_done_once_its_merge_has_ended(tmp_path: Path) -> None:
+    history = run(tmp_path / "a.run", STEP, {"step": 3, "event": "end"}, age=2 * QUIET_MERGE)
+    (tmp_path / "a.run/Modelfile").write_text("FROM ../a.gguf\n")
+    assert history.state() == "done"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_table_is_as_wide_as_the_terminal(width: int, tmp_path: Path) -> None:
+    runs = [run(tmp_path / f"{name}.run", STEP, age=0) for name in "ab"]
+    table = [*lines(rows(runs), width)]
+    assert max(map(len, table[:-1])) <= width
+    assert table[-1].endswith(": a wider terminal, --json or --html") and "last record" in table[-1]
+    assert len([*lines(rows(runs))]) == 3

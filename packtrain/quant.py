@@ -55,11 +55,14 @@ def unpack(values: np.ndarray, array: np.ndarray) -> None:
 def quantize(values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None) -> np.ndarray:
     """f32 values (..., width) as an array of `dtype`, one of WRITABLE, or of PACKED with weights.
 
-    Rows are whole blocks, values finite.
+    Rows are whole blocks, values finite: else ValueError, but for types of single values.
     weights  (width,) by which errors of each column count, if the type can weigh them; finite, not below zero
     All but q4_K to q6_K are packed bit for bit as ggml's reference; with weights all that use them.
     """
-    return quantize_measured(values, dtype, weights)[0]
+    packed, total, _ = quantize_measured(values, dtype, weights)
+    if dtype.quantized and not math.isfinite(total):
+        raise ValueError(f"values for {dtype} are not finite; a block holds finite ones only")
+    return packed
 
 
 def quantize_measured(

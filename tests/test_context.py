@@ -308,3 +308,11 @@ def test_schedules(layout: str, seed: int) -> None:
         one.check()
     assert 0 < one.worst <= OFF[made.cache.dtype]
     assert made._session.generation == generation  # nothing was allocated
+
+
+def test_a_cache_in_blocks_that_heads_do_not_fill_is_refused() -> None:
+    narrow = Config(50, 32, 24, 1, 32, 4, 2)
+    with pytest.raises(
+        ContextError, match="cache is 'q8_0', which packs 32 values, and heads have 6; use 'f16'"
+    ):
+        cache_of(narrow, 96, 1, "q8_0", 8, False)

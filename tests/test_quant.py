@@ -198,3 +198,12 @@ def test_what_cannot_be_written_is_said():
         quantize(np.zeros((1, 256), np.float32), DTYPES["iq2_xs"])
     with pytest.raises(ValueError, match="rows have 48 values; q8_0 packs 32 each"):
         quantize(np.zeros((1, 48), np.float32), DTYPES["q8_0"])
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_K", "iq4_nl"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_refused(name: str, wrong: float) -> None:
+    values = np.ones((2, 256), np.float32)
+    values[1, 7] = wrong
+    with pytest.raises(ValueError, match=f"values for {name} are not finite"):
+        quantize(values, DTYPES[name])

@@ -111,6 +111,12 @@ def cache_of(
     """The cells of a context whose runs take `largest` tokens at most; with a ring if that is smaller."""
     if dtype not in CACHES:
         raise ContextError(f"cache is {dtype!r}; it must be one of {', '.join(CACHES)}")
+    block = DTYPES[dtype].block
+    for _, width in map(config.cached_heads, range(config.block_count)):
+        if width % block:
+            raise ContextError(
+                f"cache is {dtype!r}, which packs {block} values, and heads have {width}; use 'f16' or 'f32'"
+            )
     windows = {config.reach_of(i) for i in range(config.block_count)} - {0}
     ring = sequences * (max(windows, default=0) - 1 + SPARE) + largest
     fits = windows and ring < cells and not swa_full

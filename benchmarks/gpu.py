@@ -98,9 +98,9 @@ def theirs(
     device: str, preset: str, base: Path | None, precision: str, compiled: bool
 ) -> Callable[[], float]:
     """The same step in PyTorch, which has weights unpacked, as transformers has those of a GGUF file."""
+    from benchmarks import torch_peer
+    from benchmarks.torch_llama import Llama
     from benchmarks.torch_tuned import Tuned
-    from packtrain.benching import torch_peer
-    from packtrain.benching.torch_llama import Llama
 
     kernels.torch().set_float32_matmul_precision("high" if precision == TF32 else "highest")
     there = "cpu" if device.startswith("torch:cpu") else device

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.torch_llama import Trained, optimizer
 from benchmarks.torch_tuned import Tuned
 from packtrain import kernels
-from packtrain.benching.torch_llama import Trained, optimizer
 from packtrain.design.plans import make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import Search

@@ -1,12 +1,12 @@
-"""The peer of `packtrain.benching.torch_llama` in low-rank tuning. Importing this loads PyTorch."""
+"""The peer of `benchmarks.torch_llama` in low-rank tuning. Importing this loads PyTorch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from benchmarks.torch_llama import Array, Llama
 from packtrain import kernels
-from packtrain.benching.torch_llama import Array, Llama
 from packtrain.models.config import Config
 
 torch: Any = kernels.torch()

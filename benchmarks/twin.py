@@ -58,7 +58,7 @@ def ours(job: Job) -> float:
 
 def theirs(job: Job) -> float:
     """Validation loss after the last step of the twin."""
-    from packtrain.benching.torch_llama import Llama, Trained, optimizer
+    from benchmarks.torch_llama import Llama, Trained, optimizer
 
     s = job.settings
     model = Llama(job.config, transformer.initial(job.config, s.seed + OTHER))

@@ -343,7 +343,7 @@ def test_both_sides_take_the_same_step() -> None:
 
 @pytest.mark.torch
 def test_rope_in_real_numbers_is_rope() -> None:
-    llama = pytest.importorskip("packtrain.benching.torch_llama")
+    llama = pytest.importorskip("benchmarks.torch_llama")
     config = PRESETS["1m"]
     batch = training.batch_of(config, 2, 16)
     ids = [llama.torch.from_numpy(batch[name]).long() for name in ("tokens", "targets")]

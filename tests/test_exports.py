@@ -17,7 +17,7 @@ from packtrain.tensor import OPS, Op
 LEFT_OUT = (
     "packtrain.kernels.",
     "packtrain.gpu.",
-    "packtrain.checking.peers",
+    "benchmarks.torch_ops",
     "packtrain.benching.torch_",
 )
 MODULES = [

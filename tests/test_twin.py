@@ -15,7 +15,7 @@ from packtrain.training.schedule import Schedule
 from tests import checks
 
 pytest.importorskip("torch")
-torch_llama = pytest.importorskip("packtrain.benching.torch_llama")
+torch_llama = pytest.importorskip("benchmarks.torch_llama")
 pytestmark = pytest.mark.torch
 
 CONFIG = Config(320, 32, 32, 2, 64, 4, 2)

@@ -107,11 +107,12 @@ def beside_torch(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
     return found
 
 
-TORCH = "packtrain.benching.torch_peer"
+TORCH = "benchmarks.torch_peer"  # of the repository; it is not installed
 
 
 def has_torch() -> bool:
-    return find_spec("torch") is not None
+    """Whether there are PyTorch and, in a checkout, its peer."""
+    return all(find_spec(name) is not None for name in ("torch", "benchmarks", TORCH))
 
 
 def table(found: Sequence[Timed]) -> Table:
@@ -125,7 +126,7 @@ def table(found: Sequence[Timed]) -> Table:
     return Table("products", "Products in f32", columns, rows, notes)
 
 
-WITHOUT = "PyTorch is not installed, so nothing is compared with it."
+WITHOUT = "Nothing is compared with PyTorch: that takes PyTorch and a checkout of the repository."
 
 
 def summary(ratios: Sequence[float], whose: str) -> str:

@@ -179,16 +179,20 @@ def checked_slopes(name: str) -> Iterator[Found]:
 
 # ---- PyTorch -------------------------------------------------------------------------------------------------
 
+PEERS = "benchmarks.torch_ops"  # of the repository; they are not installed
+
 
 @cache
 def has_torch() -> bool:
-    return find_spec("torch") is not None
+    """Whether there are PyTorch and, in a checkout, the functions of PyTorch to compare with."""
+    found = (find_spec(name) for name in ("torch", "benchmarks", PEERS))
+    return all(one is not None for one in found)
 
 
 @cache
 def peers() -> dict[str, Any]:
     """Functions of PyTorch by the names of ops; loads PyTorch."""
-    found: dict[str, Any] = importlib.import_module("packtrain.checking.peers").PEERS
+    found: dict[str, Any] = importlib.import_module(PEERS).PEERS
     return found
 
 

@@ -67,7 +67,7 @@ def lines(found: Sequence[Found], seconds: float) -> Iterator[str]:
         f" {seconds:.0f} s; errors are of the largest value, or of 1 where all are smaller"
     )
     if not has_torch():
-        yield "PyTorch is not installed, so nothing was compared with it"
+        yield "nothing was compared with PyTorch: that takes PyTorch and a checkout of the repository"
     elif without := [name for name in names if name not in peers()]:
         yield f"no peer in PyTorch: {', '.join(without)}"
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from benchmarks.torch_states import delta_rule, short_conv, short_conv_cells, ssm_scan
 from packtrain import kernels
-from packtrain.checking.peers_states import delta_rule, short_conv, short_conv_cells, ssm_scan
 
 torch: Any = kernels.torch()
 

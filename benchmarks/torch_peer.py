@@ -1,9 +1,9 @@
 """PyTorch's side of a comparison. Importing this loads PyTorch; only processes of their own do."""
 
+from benchmarks.torch_llama import Llama, Trained, optimizer
 from packtrain import kernels
 from packtrain.benching.ops import BACK, FORWARD
 from packtrain.benching.timing import burst, stepping
-from packtrain.benching.torch_llama import Llama, Trained, optimizer
 from packtrain.benching.training import LR, MAX_NORM, ROWS, batch_of
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS

@@ -4,24 +4,27 @@ tokenizer.model has priority, as in llama.cpp's converter, over tokenizer.json. 
 """
 
 import string
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentencepiece
 
+from packtrain.convert.agreement import check_agreement
 from packtrain.convert.checkpoint import Checkpoint
+from packtrain.convert.pieces import PieceModel, read_pieces
 from packtrain.convert.plain import as_list, as_object, read_json, read_text
-from packtrain.convert.pretokenizer import pretokenizer_name
+from packtrain.convert.steps import SPACE, Steps, flattened, read_steps
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.models.arch.architecture import Family
 from packtrain.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, USER_DEFINED, Tokenizer
 
 UNUSED = 5
+MODEL = "tokenizer.model"
 FILLED_SCORE, ADDED_SCORE = -10_000.0, -1_000.0
-SPACE = "\u2581"
 # names in the checkpoint and in GGUF
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # of Gemma 4: special, but to be seen in answers, where thoughts and calls are read
@@ -29,39 +32,78 @@ SHOWN = (
     "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
     "<tool_response|>", '<|"|>',
 )  # fmt: skip
+STRIPS = ("lstrip", "rstrip", "single_word")
 CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # control tokens that some folders call normal
 
 
-def vocabulary_of(checkpoint: Checkpoint, count: int, family: Family) -> dict[str, Value]:
-    """The tokenizer.* metadata of `count` tokens. Raises InputError if the files have none."""
+def vocabulary_of(
+    checkpoint: Checkpoint, count: int, family: Family, say: Callable[[str], object]
+) -> dict[str, Value]:
+    """The tokenizer.* metadata of `count` tokens; says what readers of them do otherwise than the files.
+
+    Raises InputError if the files have none, or one that a GGUF cannot have.
+    """
     folder = checkpoint.folder
-    about = _optional(folder / "tokenizer_config.json")
-    fast = _optional(folder / "tokenizer.json")
-    table = _Table(folder, count)
-    space = about.get("add_prefix_space") if family.space_prefix is None else family.space_prefix
-    if (folder / "tokenizer.model").exists():
-        leads = _fill_from_sentencepiece(table, folder / "tokenizer.model", about, family.blank)
-        values = table.values("llama", "default", scores=True)
-        if space is None and not leads:
-            space = False
-    elif fast:
-        values = _from_json(table, folder / "tokenizer.json", fast, family.merged)
+    about, fast = (_optional(folder / f"tokenizer{end}.json") for end in ("_config", ""))
+    table, path = _Table(folder, count), folder / "tokenizer.json"
+    model = read_pieces(folder / MODEL) if (folder / MODEL).exists() else None
+    steps = read_steps(path, fast) if fast and not (model and model.unigram) else None
+    if model:
+        if steps and not steps.pieces:
+            raise InputError(f"{path} is no SentencePiece BPE as {MODEL} is; one of them must go")
+        values = _from_sentencepiece(table, model, family.blank)
+    elif steps:
+        values = _from_json(table, path, fast, steps, family.merged)
     else:
         raise InputError(
             f"{folder}: there is no tokenizer.model and no tokenizer.json; a model needs a vocabulary"
         )
-    values |= _special_ids(checkpoint, about, table, family)
-    values |= _added(about, fast)
+    for id, added in _added_tokens(about).items():
+        if id < count and (model or id not in table.ids.values()):
+            table.put_added("tokenizer_config.json", id, added, model is not None)
+    values |= _special_ids(checkpoint, about, table, family, model.special if model else {})
+    templates = _templates(folder, about)
+    notes = [*(steps.notes if steps else ())]
+    values |= _added(path, about, fast, table, values, templates, notes)
     if family.merged:  # as llama.cpp takes it to be, whatever the folder says
         values["add_bos_token"] = Value("bool", True)
-    if isinstance(space, bool):
+    space = _space(folder, about, family, steps, model)
+    if space is not None:
         values["add_space_prefix"] = Value("bool", space)
-    metadata = {KEYS + name: value for name, value in values.items()} | _templates(folder, about)
+    metadata = {KEYS + name: value for name, value in values.items()} | templates
     try:
-        Tokenizer({key: value.value for key, value in metadata.items()})
+        named = {"general.name": folder.resolve().name}
+        plain = {key: value.value for key, value in metadata.items()}
+        tokenizer = Tokenizer(plain | named, few=sys.maxsize)
+        table.check_strips(tokenizer)
+        read = model.encoder(bool(space)) if model else None
+        check_agreement(path if fast else folder / MODEL, fast, steps, read, tokenizer)
     except InputError as error:
-        raise InputError(f"{folder}: {error}") from None
+        text = str(error)
+        raise InputError(text if text.startswith(str(folder)) else f"{folder}: {text}") from None
+    for note in notes:
+        say(f"{path}: {note}")
     return metadata
+
+
+def _space(
+    folder: Path,
+    about: Mapping[str, Any],
+    family: Family,
+    steps: Steps | None,
+    model: PieceModel | None,
+) -> bool | None:
+    """Whether readers put a space before a text."""
+    given, by_family = about.get("add_prefix_space"), family.space_prefix
+    if steps is None:
+        known = given if by_family is None else by_family
+        return known if isinstance(known, bool) else model is not None and model.leads
+    if by_family is None and isinstance(given, bool) and given != steps.space:
+        raise InputError(
+            f"{folder / 'tokenizer_config.json'}: add_prefix_space is {given}, and the steps of tokenizer.json put"
+            f" {'a' if steps.space else 'no'} space before a text; both must say the same"
+        )
+    return steps.space if steps.pieces else None
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -77,6 +119,7 @@ class _Table:
         self.scores = np.full(count, FILLED_SCORE, np.float32)
         self.kinds = np.full(count, UNUSED, np.int32)
         self.ids: dict[str, int] = {}
+        self.strips: list[tuple[str, int, str]] = []
 
     def put(self, file: str, id: Any, text: Any, kind: int, score: float = ADDED_SCORE) -> None:
         if type(id) is not int or not isinstance(text, str) or not 0 <= id < len(self.tokens):
@@ -87,15 +130,27 @@ class _Table:
         self.tokens[id], self.scores[id], self.kinds[id] = text.encode(), score, kind
         self.ids[text] = id
 
-    def put_added(self, file: str, id: Any, about: Any) -> None:
-        """A token that was added to the vocabulary: control if special, else user-defined."""
+    def put_added(self, file: str, id: Any, about: Any, spaced: bool = True) -> None:
+        """A token added to the vocabulary: control if special, else user-defined; `spaced`: U+2581 is a space."""
         about = as_object(about)
         text = about.get("content")
+        self.strips += [(file, id, flag) for flag in STRIPS if about.get(flag) is True]
         special = about.get("special") is True or (isinstance(text, str) and _looks_special(text))
         special = special and text not in SHOWN
         self.put(file, id, text, CONTROL if special else USER_DEFINED)
-        if not special and SPACE in text:
+        if not special and spaced and SPACE in text:
             self.tokens[id] = text.replace(SPACE, " ").encode()
+
+    def check_strips(self, tokenizer: Tokenizer) -> None:
+        """Refuse tokens that take the whitespace beside them, but for those of which readers of GGUF know it."""
+        for file, id, flag in self.strips:
+            if id not in {"lstrip": tokenizer.swallow_before, "rstrip": tokenizer.swallow}.get(
+                flag, ()
+            ):
+                raise InputError(
+                    f"{self.folder / file}: added token {self.tokens[id].decode()!r}: {flag} is true, which a GGUF"
+                    " vocabulary has for Phi-3 only, by the folder's name; it must be false"
+                )
 
     def values(self, model: str, pre: str, *, scores: bool) -> dict[str, Value]:
         values_by_key = {
@@ -118,48 +173,23 @@ def _looks_special(text: str) -> bool:
 # ---- SentencePiece -------------------------------------------------------------------------------------------
 
 
-def _fill_from_sentencepiece(
-    table: _Table, path: Path, about: Mapping[str, Any], blank: str
-) -> bool:
-    """Add the pieces of the model, then added tokens. Ids beyond the model's vocabulary are dropped.
-
-    Returns whether the model puts a space in front of a text.
-    """
-    pieces, leads = _pieces(path)
-    for id, (text, kind, score) in enumerate(pieces[: len(table.tokens)]):
+def _from_sentencepiece(table: _Table, model: PieceModel, blank: str) -> dict[str, Value]:
+    """The pieces of the model, then added tokens. Ids beyond the model's vocabulary are dropped."""
+    for id, (text, kind, score) in enumerate(model.pieces[: len(table.tokens)]):
         unused = blank and text.startswith(blank)
-        table.put(path.name, id, text, UNUSED if unused else kind, score)
-    beside = _optional(path.parent / "added_tokens.json")
-    for text, id in beside.items():
+        text = text.replace(SPACE, " ") if kind == USER_DEFINED else text
+        table.put(MODEL, id, text, UNUSED if unused else kind, score)
+    for text, id in _optional(table.folder / "added_tokens.json").items():
         if id not in range(len(table.tokens), 1 << 31):
             table.put("added_tokens.json", id, text, USER_DEFINED)
-    for id, added in _added_tokens(about).items():
-        if id < len(table.tokens):
-            table.put_added("tokenizer_config.json", id, added)
-    return leads
-
-
-def _pieces(path: Path) -> tuple[list[tuple[str, int, float]], bool]:
-    """Text, type and score of each piece of a model, and whether it puts a space in front of a text."""
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-        pieces = [
-            (model.id_to_piece(id), _kind(model, id), model.get_score(id))
-            for id in range(model.get_piece_size())
-        ]
-        return pieces, model.normalize("a").startswith("\u2581")
-    except (OSError, RuntimeError, UnicodeDecodeError):
-        raise InputError(f"{path}: this is not a SentencePiece model") from None
-
-
-def _kind(model: sentencepiece.SentencePieceProcessor, id: int) -> int:
-    if model.is_unknown(id):
-        return UNKNOWN
-    if model.is_control(id):
-        return CONTROL
-    if model.is_byte(id):
-        return BYTE
-    return UNUSED if model.is_unused(id) else NORMAL
+    if not model.unigram:
+        return table.values("llama", "default", scores=True)
+    return table.values("t5", "default", scores=True) | {
+        "remove_extra_whitespaces": Value("bool", model.joins),
+        "precompiled_charsmap": Value("u8", np.frombuffer(model.replacements, np.uint8)),
+        "add_bos_token": Value("bool", "bos" in model.special),
+        "add_eos_token": Value("bool", False),
+    }
 
 
 def _added_tokens(about: Mapping[str, Any]) -> dict[int, Any]:
@@ -170,13 +200,12 @@ def _added_tokens(about: Mapping[str, Any]) -> dict[int, Any]:
 # ---- tokenizer.json ------------------------------------------------------------------------------------------
 
 
-def _from_json(table: _Table, path: Path, fast: Mapping[str, Any], merged: str) -> dict[str, Value]:
+def _from_json(
+    table: _Table, path: Path, fast: Mapping[str, Any], steps: Steps, merged: str
+) -> dict[str, Value]:
     """Byte-level BPE, or SentencePiece's BPE, whose scores come from the merges, unless its kind has these, too."""
     model = as_object(fast.get("model"))
-    vocabulary, merges = model.get("vocab"), _merges(model.get("merges"))
-    if model.get("type") != "BPE" or not isinstance(vocabulary, dict) or merges is None:
-        raise InputError(f"{path}: model must be a BPE with vocab and merges")
-    pieces = model.get("byte_fallback") is True
+    vocabulary, merges, pieces = model["vocab"], steps.merges, steps.pieces
     ranks = {left + right: -i for i, (left, right) in reversed(list(enumerate(merges)))}
     for text, id in vocabulary.items():
         kind = NORMAL
@@ -185,29 +214,27 @@ def _from_json(table: _Table, path: Path, fast: Mapping[str, Any], merged: str) 
             kind = UNKNOWN if text == model.get("unk_token") else kind
         table.put(path.name, id, text, kind, float(ranks.get(text, 0)))
     for about in map(as_object, as_list(fast.get("added_tokens"))):
-        if not (pieces and about.get("content") == model.get("unk_token")):
-            table.put_added(path.name, about.get("id"), about)
+        text = str(about.get("content"))
+        spelled = pieces and SPACE in text and not (about.get("special") or about.get("normalized"))
+        if spelled and text not in vocabulary:
+            raise InputError(
+                f"{path}: added token {text!r} is not found where a text has spaces, as in a GGUF vocabulary; its"
+                " normalized must be true"
+            )
+        if not spelled and not (pieces and text == model.get("unk_token")):
+            table.put_added(path.name, about.get("id"), about, pieces)
     if pieces and not merged:
+        if len([*groupby(map("".join, merges))]) > len(ranks):
+            raise InputError(
+                f"{path}: merges that make one token must be side by side, as by a score"
+            )
         return table.values("llama", "default", scores=True)
     joined = Value(
         "string", [f"{_visible(left)} {_visible(right)}".encode() for left, right in merges]
     )
     if pieces:
         return table.values(merged, merged, scores=True) | {"merges": joined}
-    name = pretokenizer_name(path, fast, model.get("ignore_merges") is True)
-    return table.values("gpt2", name, scores=False) | {"merges": joined}
-
-
-def _merges(listed: Any) -> list[tuple[str, str]] | None:
-    """Pairs, as lists or as two words with a space between."""
-    if not isinstance(listed, list):
-        return None
-    pairs = [tuple(m.split(" ")) if isinstance(m, str) else m for m in listed]
-    sound = all(
-        isinstance(p, list | tuple) and len(p) == 2 and all(isinstance(t, str) for t in p)
-        for p in pairs
-    )
-    return [(p[0], p[1]) for p in pairs] if sound else None
+    return table.values("gpt2", steps.pre, scores=False) | {"merges": joined}
 
 
 def _visible(text: str) -> str:
@@ -225,9 +252,14 @@ def _text(token: Any) -> str | None:
 
 
 def _special_ids(
-    checkpoint: Checkpoint, about: Mapping[str, Any], table: _Table, family: Family
+    checkpoint: Checkpoint,
+    about: Mapping[str, Any],
+    table: _Table,
+    family: Family,
+    defaults: Mapping[str, int],
 ) -> dict[str, Value]:
-    """bos, eos and so on: by text in the tokenizer's config, else by id in the model's, else as the family has them."""
+    """bos, eos and so on: by text in the tokenizer's config, else by id in the model's, else as its family or pieces
+    have them."""
     values_by_key = {}
     for name, key in SPECIAL.items():
         given = checkpoint.config.get(f"{name}_token_id")
@@ -246,25 +278,62 @@ def _special_ids(
     for key, text in family.special.items():
         if text in table.ids:
             values_by_key.setdefault(f"{key}_token_id", Value("u32", table.ids[text]))
+    for name, id in defaults.items():
+        values_by_key.setdefault(f"{SPECIAL[name]}_token_id", Value("u32", id))
     return values_by_key
 
 
-def _added(about: Mapping[str, Any], fast: Mapping[str, Any]) -> dict[str, Value]:
-    """Whether to add BOS and EOS: from the post-processor's template, else from the config."""
+def _added(
+    path: Path,
+    about: Mapping[str, Any],
+    fast: Mapping[str, Any],
+    table: _Table,
+    values: Mapping[str, Value],
+    templates: Mapping[str, Value],
+    notes: list[str],
+) -> dict[str, Value]:
+    """Whether to add BOS and EOS: from the post-processor, else from the tokenizer's config."""
+    after = flattened(path, "post_processor", fast.get("post_processor"))
+    around = [texts for step in after for texts in [_around(path, step)] if texts]
     found: dict[str, bool] = {}
-    after = as_object(fast.get("post_processor"))
-    for step in map(as_object, as_list(after.get("processors")) or [after]):
-        if step.get("type") == "ByteLevel":
-            found = {"bos": False, "eos": False} | found
-        single = as_list(step.get("single")) if step.get("type") == "TemplateProcessing" else []
-        for name, at in (("bos", 0), ("eos", -1)) if len(single) > 1 else ():
-            text = as_object(as_object(single[at]).get("SpecialToken")).get("id")
-            if text:
-                found[name] = text == _text(about.get(f"{name}_token"))
-    for name in ("bos", "eos"):
-        if isinstance(about.get(f"add_{name}_token"), bool):
-            found.setdefault(name, about[f"add_{name}_token"])
+    for at, name in enumerate(("bos", "eos")):
+        given, texts = (
+            about.get(f"add_{name}_token"),
+            [text for part in around for text in part[at]],
+        )
+        id = values.get(f"{name}_token_id")
+        own = [table.tokens[id.value].decode()] if id else []
+        written = "".join(str(value.value) for value in templates.values())
+        if texts not in ([], own) and not all(text in written for text in texts):
+            raise InputError(
+                f"{path}: post_processor puts {' '.join(texts)} {('before', 'after')[at]} a text; a GGUF vocabulary can"
+                f" only put {name.upper()} there, {' '.join(own) or 'which this one does not have'}"
+            )
+        if after:
+            found[name] = texts == own != []
+            if isinstance(given, bool) and given != found[name]:
+                notes.append(
+                    f"post_processor counts, not add_{name}_token of tokenizer_config.json, which is {given}"
+                )
+        elif isinstance(given, bool) or fast:
+            found[name] = given is True
     return {f"add_{name}_token": Value("bool", value) for name, value in found.items()}
+
+
+def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+    """The special tokens that a step of the post-processor puts before a text, and after."""
+    kind = step.get("type")
+    if kind == "ByteLevel":
+        return None
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        first, last = (as_list(step.get(key))[:1] for key in ("cls", "sep"))
+        return [*map(str, first)], [*map(str, last)]
+    if kind != "TemplateProcessing":
+        raise InputError(f"{path}: post_processor is {kind}; it must be TemplateProcessing")
+    listed = [as_object(one) for one in as_list(step.get("single"))]
+    at = next((i for i, one in enumerate(listed) if "Sequence" in one), len(listed))
+    texts = [str(as_object(one.get("SpecialToken")).get("id")) for one in listed]
+    return texts[:at], texts[at + 1 :]
 
 
 def _templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Value]:

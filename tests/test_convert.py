@@ -52,7 +52,7 @@ def test_the_vocabulary_of_gemma4_keeps_its_merges(tmp_path: Path) -> None:
     model = {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": merges}
     model["vocab"] = {text: id for id, text in enumerate(tokens)}
     added = [*enumerate(tokens[:4]), *enumerate(("<|turn>", "<turn|>", "<|channel>"), len(tokens))]
-    listed = [{"id": id, "content": text, "special": True} for id, text in added]
+    listed = [hugging_face.added(id, text) for id, text in added]
     fast = {"model": model, "added_tokens": listed, "normalizer": TO_SPACE}
     (tmp_path / "model/tokenizer.json").write_text(json.dumps(fast))
     about = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False}
@@ -263,8 +263,7 @@ def test_scores_come_from_merges_where_there_is_no_sentencepiece_model(tmp_path:
         "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, TO_SPACE]},
         "model": {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "vocab": vocabulary,
                   "merges": [" ".join(pair) for pair in merges]},
-        "added_tokens": [{"id": id, "content": text, "special": True}
-                         for id, text in enumerate(("<unk>", "<s>", "</s>"))],
+        "added_tokens": [hugging_face.added(id, text) for id, text in enumerate(("<unk>", "<s>", "</s>"))],
     }  # fmt: skip
     write_checkpoint(tmp_path / "model")
     (tmp_path / "model/tokenizer.model").unlink()
@@ -310,7 +309,7 @@ def test_a_turn_of_a_glm_ends_where_the_users_begins(kind: str, tmp_path: Path) 
     folder = with_bpe(tmp_path / "model", kind)
     fast = json.loads((folder / "tokenizer.json").read_text())
     fast["added_tokens"] += [
-        {"id": 264 + i, "content": text, "special": True}
+        hugging_face.added(264 + i, text)
         for i, text in enumerate(("<|user|>", "<|observation|>", "<|endoftext|>"))
     ]
     (folder / "tokenizer.json").write_text(json.dumps(fast))

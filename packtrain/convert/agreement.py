@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ SAMPLES = r"""Hello World, it's I'M we'll|na\xefve Gr\xf6\xdfe caf\xe9s|nai\u030
 \uff21\uff42\uff43\u3000\uff11\uff12|\ufb01\ufb02 \xbd \xb2 \u2167|\U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469|
 3.14159 12345678 1,000|def f(x):\n\treturn x**2  # ok|XMLHttp fooBar|a_b-c/d\\e@f#g$h%^&*~`<>|a\u2581b \xa0c\u200b"""
 FRAMES = r"{}| {}|{} |  {}   {}|{}\n{}|\n\n{}\n|\t{}\r\n|{}{}|({})|{}."
-PAIRED, SPECIALS = 300, 16
+PAIRED, SPECIALS = 1000, 16
 
 
 def check_agreement(
@@ -52,7 +53,7 @@ def check_agreement(
         texts = (text for text in texts if not any(name in text for name in names))
     if theirs is None:
         return
-    for text in map(alike, [*texts, *sorted(special)]):
+    for text in map(alike, chain(texts, sorted(special))):
         wanted, got = theirs(text), tokenizer.encode(text, bos=False, eos=False)
         if wanted != got:
             raise InputError(

@@ -185,7 +185,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "strips": (bytes_json, {"added_tokens": last(rstrip=True)}, "added token '</s>': rstrip is true"),
     "words only": (bytes_json, {"added_tokens": last(single_word=True)}, "'</s>': single_word is true"),
     "normalized": (
-        pieces_json, before(PREPEND, TO_SPACE) | {"added_tokens": last(normalized=True)}, "its normalized must be false",
+        pieces_json, before(PREPEND, TO_SPACE) | {"added_tokens": last(normalized=True)},
+        "its normalized must be false",
     ),
     "typed spaces": (
         pieces_json, {"added_tokens": [*SPECIAL, added(400, SPACE * 2, special=False)]},

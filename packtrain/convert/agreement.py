@@ -1,7 +1,7 @@
 """Whether a vocabulary to be written gives the ids of the files that it comes from, on hard texts."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -37,14 +37,12 @@ def check_agreement(
     Reads a tokenizer.json by the tokenizers package where it is installed, else by its merges; a tokenizer.model by
     `pieces`. Byte-level vocabularies are not read in another way.
     """
-    texts, alike, source = (
-        _texts(tokenizer),
-        steps.alike if steps else str,
-        "the tokenizers package",
-    )
+    texts: Iterable[str] = _texts(tokenizer)
+    alike, source = steps.alike if steps else str, "the tokenizers package"
     theirs = _by_package(path) if fast else None
-    special = {*_special(steps, fast)} if steps and theirs else set()
-    if theirs is None:
+    if steps and theirs:
+        texts = chain(texts, _special(steps, fast))
+    elif theirs is None:
         source, theirs = "sentencepiece", pieces
         if steps and steps.pieces:
             source, theirs = "its list of merges", _by_merges(fast["model"]["vocab"], steps)
@@ -53,7 +51,7 @@ def check_agreement(
         texts = (text for text in texts if not any(name in text for name in names))
     if theirs is None:
         return
-    for text in map(alike, chain(texts, sorted(special))):
+    for text in map(alike, texts):
         wanted, got = theirs(text), tokenizer.encode(text, bos=False, eos=False)
         if wanted != got:
             raise InputError(

@@ -14,9 +14,9 @@ import numpy as np
 
 from packtrain.convert.agreement import check_agreement
 from packtrain.convert.checkpoint import Checkpoint
-from packtrain.convert.pieces import PieceModel, read_pieces
+from packtrain.convert.pieces import read_pieces
 from packtrain.convert.plain import as_list, as_object, read_json, read_text
-from packtrain.convert.steps import SPACE, Steps, flattened, read_steps
+from packtrain.convert.steps import SPACE, flattened, read_steps
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.models.arch.architecture import Family
@@ -44,64 +44,46 @@ def vocabulary_of(
     Raises InputError if the files have none, or one that a GGUF cannot have.
     """
     folder = checkpoint.folder
-    about, fast = (_optional(folder / f"tokenizer{end}.json") for end in ("_config", ""))
-    table, path = _Table(folder, count), folder / "tokenizer.json"
-    model = read_pieces(folder / MODEL) if (folder / MODEL).exists() else None
-    steps = read_steps(path, fast) if fast and not (model and model.unigram) else None
-    if model:
-        if steps and not steps.pieces:
-            raise InputError(f"{path} is no SentencePiece BPE as {MODEL} is; one of them must go")
-        values = _from_sentencepiece(table, model, family.blank)
-    elif steps:
-        values = _from_json(table, path, fast, steps, family.merged)
-    else:
-        raise InputError(
-            f"{folder}: there is no tokenizer.model and no tokenizer.json; a model needs a vocabulary"
-        )
-    for id, added in _added_tokens(about).items():
+    table = _Table(folder, count)
+    model, steps = table.model, table.steps
+    values = _from_sentencepiece(table, family.blank) if model else _from_json(table, family.merged)
+    for id, added in _added_tokens(table.about).items():
         if id < count and (model or id not in table.ids.values()):
             table.put_added("tokenizer_config.json", id, added, model is not None)
-    values |= _special_ids(checkpoint, about, table, family, model.special if model else {})
-    templates = _templates(folder, about)
-    notes = [*(steps.notes if steps else ())]
-    values |= _added(path, about, fast, table, values, templates, notes)
+    values |= _special_ids(checkpoint, table, family)
+    templates, notes = _templates(folder, table.about), [*(steps.notes if steps else ())]
+    values |= _added(table, values, str(templates), notes)
     if family.merged:  # as llama.cpp takes it to be, whatever the folder says
         values["add_bos_token"] = Value("bool", True)
-    space = _space(folder, about, family, steps, model)
+    space = _space(table, family)
     if space is not None:
         values["add_space_prefix"] = Value("bool", space)
     metadata = {KEYS + name: value for name, value in values.items()} | templates
+    plain = {key: value.value for key, value in metadata.items()}
     try:
-        named = {"general.name": folder.resolve().name}
-        plain = {key: value.value for key, value in metadata.items()}
-        tokenizer = Tokenizer(plain | named, few=sys.maxsize)
-        table.check_strips(tokenizer)
-        read = model.encoder(bool(space)) if model else None
-        check_agreement(path if fast else folder / MODEL, fast, steps, read, tokenizer)
+        tokenizer = Tokenizer(plain | {"general.name": folder.resolve().name}, few=sys.maxsize)
     except InputError as error:
-        text = str(error)
-        raise InputError(text if text.startswith(str(folder)) else f"{folder}: {text}") from None
+        raise InputError(f"{folder}: {error}") from None
+    table.check_strips(tokenizer)
+    theirs = model.encoder(bool(space)) if model else None
+    check_agreement(
+        table.path if table.fast else folder / MODEL, table.fast, steps, theirs, tokenizer
+    )
     for note in notes:
-        say(f"{path}: {note}")
+        say(f"{table.path}: {note}")
     return metadata
 
 
-def _space(
-    folder: Path,
-    about: Mapping[str, Any],
-    family: Family,
-    steps: Steps | None,
-    model: PieceModel | None,
-) -> bool | None:
+def _space(table: "_Table", family: Family) -> bool | None:
     """Whether readers put a space before a text."""
-    given, by_family = about.get("add_prefix_space"), family.space_prefix
+    given, by_family, steps = table.about.get("add_prefix_space"), family.space_prefix, table.steps
     if steps is None:
         known = given if by_family is None else by_family
-        return known if isinstance(known, bool) else model is not None and model.leads
+        return known if isinstance(known, bool) else table.model is not None and table.model.leads
     if by_family is None and isinstance(given, bool) and given != steps.space:
         raise InputError(
-            f"{folder / 'tokenizer_config.json'}: add_prefix_space is {given}, and the steps of tokenizer.json put"
-            f" {'a' if steps.space else 'no'} space before a text; both must say the same"
+            f"{table.folder / 'tokenizer_config.json'}: add_prefix_space is {given}, and the steps of tokenizer.json"
+            f" put {'a' if steps.space else 'no'} space before a text; both must say the same"
         )
     return steps.space if steps.pieces else None
 
@@ -111,10 +93,18 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 class _Table:
-    """Tokens, scores and types by id; unused by default."""
+    """The files of a vocabulary, and tokens, scores and types by id; unused by default."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.folder = folder
+        self.folder, self.path = folder, folder / "tokenizer.json"
+        self.about, self.fast = _optional(folder / "tokenizer_config.json"), _optional(self.path)
+        self.model = read_pieces(folder / MODEL) if (folder / MODEL).exists() else None
+        unigram = self.model is not None and self.model.unigram
+        self.steps = read_steps(self.path, self.fast) if self.fast and not unigram else None
+        if self.model and self.steps and not self.steps.pieces:
+            raise InputError(
+                f"{self.path} is no SentencePiece BPE as {MODEL} is; one of them must go"
+            )
         self.tokens = [f"[PAD{i}]".encode() for i in range(count)]
         self.scores = np.full(count, FILLED_SCORE, np.float32)
         self.kinds = np.full(count, UNUSED, np.int32)
@@ -173,8 +163,10 @@ def _looks_special(text: str) -> bool:
 # ---- SentencePiece -------------------------------------------------------------------------------------------
 
 
-def _from_sentencepiece(table: _Table, model: PieceModel, blank: str) -> dict[str, Value]:
+def _from_sentencepiece(table: _Table, blank: str) -> dict[str, Value]:
     """The pieces of the model, then added tokens. Ids beyond the model's vocabulary are dropped."""
+    model = table.model
+    assert model is not None
     for id, (text, kind, score) in enumerate(model.pieces[: len(table.tokens)]):
         unused = blank and text.startswith(blank)
         text = text.replace(SPACE, " ") if kind == USER_DEFINED else text
@@ -200,11 +192,14 @@ def _added_tokens(about: Mapping[str, Any]) -> dict[int, Any]:
 # ---- tokenizer.json ------------------------------------------------------------------------------------------
 
 
-def _from_json(
-    table: _Table, path: Path, fast: Mapping[str, Any], steps: Steps, merged: str
-) -> dict[str, Value]:
+def _from_json(table: _Table, merged: str) -> dict[str, Value]:
     """Byte-level BPE, or SentencePiece's BPE, whose scores come from the merges, unless its kind has these, too."""
-    model = as_object(fast.get("model"))
+    path, fast, steps = table.path, table.fast, table.steps
+    if steps is None:
+        raise InputError(
+            f"{table.folder}: there is no tokenizer.model and no tokenizer.json; a model needs a vocabulary"
+        )
+    model = fast["model"]
     vocabulary, merges, pieces = model["vocab"], steps.merges, steps.pieces
     ranks = {left + right: -i for i, (left, right) in reversed(list(enumerate(merges)))}
     for text, id in vocabulary.items():
@@ -251,20 +246,14 @@ def _text(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _special_ids(
-    checkpoint: Checkpoint,
-    about: Mapping[str, Any],
-    table: _Table,
-    family: Family,
-    defaults: Mapping[str, int],
-) -> dict[str, Value]:
+def _special_ids(checkpoint: Checkpoint, table: _Table, family: Family) -> dict[str, Value]:
     """bos, eos and so on: by text in the tokenizer's config, else by id in the model's, else as its family or pieces
     have them."""
     values_by_key = {}
     for name, key in SPECIAL.items():
         given = checkpoint.config.get(f"{name}_token_id")
         given = given[0] if isinstance(given, list) and given else given
-        id = table.ids.get(_text(about.get(f"{name}_token")) or "", given)
+        id = table.ids.get(_text(table.about.get(f"{name}_token")) or "", given)
         if type(id) is int and 0 <= id < len(table.tokens):
             values_by_key[f"{key}_token_id"] = Value("u32", id)
     document = checkpoint.config.get("eod_token_id")
@@ -278,58 +267,41 @@ def _special_ids(
     for key, text in family.special.items():
         if text in table.ids:
             values_by_key.setdefault(f"{key}_token_id", Value("u32", table.ids[text]))
-    for name, id in defaults.items():
+    for name, id in table.model.special.items() if table.model else ():
         values_by_key.setdefault(f"{SPECIAL[name]}_token_id", Value("u32", id))
     return values_by_key
 
 
 def _added(
-    path: Path,
-    about: Mapping[str, Any],
-    fast: Mapping[str, Any],
-    table: _Table,
-    values: Mapping[str, Value],
-    templates: Mapping[str, Value],
-    notes: list[str],
+    table: _Table, values: Mapping[str, Value], templates: str, notes: list[str]
 ) -> dict[str, Value]:
     """Whether to add BOS and EOS: from the post-processor, else from the tokenizer's config."""
-    after = flattened(path, "post_processor", fast.get("post_processor"))
-    around = [texts for step in after for texts in [_around(path, step)] if texts]
+    after = flattened(table.path, "post_processor", table.fast.get("post_processor"))
+    around = [[text for step in after for text in _around(table.path, step)[at]] for at in (0, 1)]
     found: dict[str, bool] = {}
-    for at, name in enumerate(("bos", "eos")):
-        given, texts = (
-            about.get(f"add_{name}_token"),
-            [text for part in around for text in part[at]],
-        )
-        id = values.get(f"{name}_token_id")
+    for name, texts, place in zip(("bos", "eos"), around, ("before", "after"), strict=True):
+        given, id = table.about.get(f"add_{name}_token"), values.get(f"{name}_token_id")
         own = [table.tokens[id.value].decode()] if id else []
-        written = "".join(str(value.value) for value in templates.values())
-        if texts not in ([], own) and not all(text in written for text in texts):
+        if texts not in ([], own) and not all(text in templates for text in texts):
             raise InputError(
-                f"{path}: post_processor puts {' '.join(texts)} {('before', 'after')[at]} a text; a GGUF vocabulary can"
-                f" only put {name.upper()} there, {' '.join(own) or 'which this one does not have'}"
+                f"{table.path}: post_processor puts {' '.join(texts)} {place} a text; a GGUF vocabulary can only put"
+                f" {name.upper()} there, {' '.join(own) or 'which this one does not have'}"
             )
         if after:
             found[name] = texts == own != []
-            if isinstance(given, bool) and given != found[name]:
-                notes.append(
-                    f"post_processor counts, not add_{name}_token of tokenizer_config.json, which is {given}"
-                )
-        elif isinstance(given, bool) or fast:
+        elif isinstance(given, bool) or table.fast:
             found[name] = given is True
+        if isinstance(given, bool) and given != found[name]:
+            notes.append(
+                f"post_processor counts, not add_{name}_token {given} of tokenizer_config.json"
+            )
     return {f"add_{name}_token": Value("bool", value) for name, value in found.items()}
 
 
-def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The special tokens that a step of the post-processor puts before a text, and after."""
-    kind = step.get("type")
-    if kind == "ByteLevel":
-        return None
-    if kind in ("BertProcessing", "RobertaProcessing"):
-        first, last = (as_list(step.get(key))[:1] for key in ("cls", "sep"))
-        return [*map(str, first)], [*map(str, last)]
-    if kind != "TemplateProcessing":
-        raise InputError(f"{path}: post_processor is {kind}; it must be TemplateProcessing")
+    if step["type"] not in ("ByteLevel", "TemplateProcessing"):
+        raise InputError(f"{path}: post_processor is {step['type']}; it must be TemplateProcessing")
     listed = [as_object(one) for one in as_list(step.get("single"))]
     at = next((i for i, one in enumerate(listed) if "Sequence" in one), len(listed))
     texts = [str(as_object(one.get("SpecialToken")).get("id")) for one in listed]

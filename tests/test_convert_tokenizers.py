@@ -173,6 +173,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "suffix of words": (bytes_json, {"model_end_of_word_suffix": "</w>"}, "end_of_word_suffix is '</w>'"),
     "no bytes": (pieces_json, {"model_byte_fallback": False}, "model.byte_fallback must be true"),
     "unigram": (pieces_json, {"model": {"type": "Unigram"}}, "model is Unigram"),
+    "unigram of old files": (pieces_json, {"model": {"vocab": [["a", 0.0]]}}, "model must be a BPE with vocab"),
     "words of tokens": (
         bytes_json, {"model_ignore_merges": True, "model_merges": [["h", "e"]]},
         "model.ignore_merges must be False, as for qwen2",

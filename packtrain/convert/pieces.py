@@ -21,23 +21,15 @@ TEXT, SCORE, KIND, ALGORITHM, SPACE_BEHIND, REPLACEMENTS, LEADS, JOINS, ESCAPES 
 
 @dataclass(frozen=True, slots=True)
 class PieceModel:
-    """A tokenizer.model.
-
-    pieces        text, type (as in GGUF) and score of each
-    unigram       the best division of a text counts, as in T5; else pairs are merged by score
-    leads         a space is put before a text
-    joins         runs of spaces are one, and none are at the ends
-    replacements  a map of characters
-    special       ids of bos, eos, unk and pad
-    """
+    """A tokenizer.model: its pieces, and what it does to texts and how it divides them."""
 
     raw: bytes
-    pieces: list[tuple[str, int, float]]
-    unigram: bool
-    leads: bool
-    joins: bool
-    replacements: bytes
-    special: dict[str, int]
+    pieces: list[tuple[str, int, float]]  # text, type (as in GGUF) and score
+    unigram: bool  # the best division of a text counts, as in T5; else pairs are merged by score
+    leads: bool  # a space is put before a text
+    joins: bool  # runs of spaces are one, and none are at the ends
+    replacements: bytes  # a map of characters
+    special: dict[str, int]  # ids of bos, eos, unk and pad
 
     def encoder(self, leads: bool) -> Callable[[str], list[int]]:
         """Encodes as the sentencepiece package does, with or without a space before a text."""

@@ -76,8 +76,9 @@ def read_steps(path: Path, fast: Step) -> Steps:
     flat = {place: flattened(path, place, fast.get(place)) for place in places}
     spelled = any(step["type"] == "ByteLevel" for step in flat["pre_tokenizer"])
     for place, known in (BOTH | (OF_BYTES if spelled else OF_PIECES)).items():
-        _check(path, place, flat.get(place, [model]), known)
-    if not isinstance(model.get("vocab"), dict) or (merges := _merges(model.get("merges"))) is None:
+        _check(path, place, flat.get(place, [{"type": "BPE"} | model]), known)
+    merges = _merges(as_list(model.get("merges")))
+    if not isinstance(model.get("vocab"), dict) or "merges" not in model or merges is None:
         raise InputError(f"{path}: model must be a BPE with vocab and merges")
     steps, before = Steps(merges), [step["type"] for step in flat["normalizer"]]
     (_read_bytes if spelled else _read_pieces)(path, fast, steps, before, flat["pre_tokenizer"])
@@ -91,11 +92,8 @@ def read_steps(path: Path, fast: Step) -> Steps:
                 " as they are written: its normalized must be false"
             )
     if "NFC" in before:
-        note, alike = (
-            "normalizer NFC is not applied by readers of GGUF: compose accents",
-            steps.alike,
-        )
-        steps.notes.append(note)
+        alike = steps.alike
+        steps.notes.append("normalizer NFC is not applied by readers of GGUF: compose accents")
         steps.alike = lambda text: alike(unicodedata.normalize("NFC", text))
     cut = (key for key in ("truncation", "padding") if fast.get(key))
     steps.notes += [f"{key} is left out: texts are encoded as a whole" for key in cut]
@@ -134,15 +132,10 @@ def _check(path: Path, place: str, steps: list[Step], known: Known) -> None:
                 )
 
 
-def _merges(listed: Any) -> list[tuple[str, str]] | None:
+def _merges(listed: list[Any]) -> list[tuple[str, str]] | None:
     """Pairs, as lists or as two words with a space between."""
-    if not isinstance(listed, list):
-        return None
-    pairs = [tuple(m.split(" ")) if isinstance(m, str) else m for m in listed]
-    sound = all(
-        isinstance(p, list | tuple) and len(p) == 2 and all(isinstance(t, str) for t in p)
-        for p in pairs
-    )
+    pairs = [m.split(" ") if isinstance(m, str) else as_list(m) for m in listed]
+    sound = all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], str) for p in pairs)
     return [(p[0], p[1]) for p in pairs] if sound else None
 
 
@@ -154,28 +147,20 @@ def _read_pieces(path: Path, fast: Step, steps: Steps, before: list[str], cuts: 
     missing = next((name for name in BYTE_NAMES if name not in vocabulary), "")
     meta = next((step for step in cuts if step["type"] == "Metaspace"), {})
     inner = next((text for text in vocabulary if SPACE in text[1:]), None)
+    split = bool(meta) and meta.get("split", True) is not False
     for wrong, text in (
-        (
-            fast["model"].get("byte_fallback") is not True,
-            "model.byte_fallback must be true where pre_tokenizer is not ByteLevel",
-        ),
+        (fast["model"].get("byte_fallback") is not True, "model.byte_fallback must be true if no step is ByteLevel"),
         (missing, f"byte {missing} is no token; a GGUF vocabulary has all bytes"),
-        (
-            "Replace" not in before and (not meta or len(cuts) > 1),
-            "normalizer must have Replace, or pre_tokenizer Metaspace: in GGUF vocabularies spaces are U+2581",
-        ),
-        (
-            meta and meta.get("split", True) is not False and inner,
-            f"Metaspace must have split: false, since a GGUF vocabulary finds the token {inner!r} with a space inside",
-        ),
-    ):
+        ("Replace" not in before and (not meta or len(cuts) > 1), "normalizer must have Replace, or pre_tokenizer"
+         " Metaspace: in GGUF vocabularies spaces are U+2581"),
+        (split and inner, f"Metaspace must have split: false, since a GGUF vocabulary finds {inner!r} across words"),
+    ):  # fmt: skip
         if wrong:
             raise InputError(f"{path}: {text}")
     _check_made(path, fast, steps, fast["model"].get("ignore_merges") is True)
     steps.space = "Prepend" in before
-    scheme = (
-        meta.get("prepend_scheme") or ("always", "never")[meta.get("add_prefix_space") is False]
-    )
+    old = "never" if meta.get("add_prefix_space") is False else "always"
+    scheme = meta.get("prepend_scheme") or old
     if meta and not steps.space and scheme != "never":
         first = scheme == "first"
         steps.space, steps.frames = True, ("{}", "a{}") if first else ("{}", "a{}b")

@@ -65,7 +65,7 @@ def vocabulary_of(
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
     table.check_strips(tokenizer)
-    theirs = model.encoder(bool(space)) if model else None
+    theirs = model.encoder(tokenizer.leads) if model else None
     check_agreement(
         table.path if table.fast else folder / MODEL, table.fast, steps, theirs, tokenizer
     )
@@ -79,7 +79,9 @@ def _space(table: "_Table", family: Family) -> bool | None:
     given, by_family, steps = table.about.get("add_prefix_space"), family.space_prefix, table.steps
     if steps is None:
         known = given if by_family is None else by_family
-        return known if isinstance(known, bool) else table.model is not None and table.model.leads
+        model = table.model
+        usual = model is None or (model.leads and not model.unigram)  # which is what readers take
+        return known if isinstance(known, bool) else None if usual else model.leads
     if by_family is None and isinstance(given, bool) and given != steps.space:
         raise InputError(
             f"{table.folder / 'tokenizer_config.json'}: add_prefix_space is {given}, and the steps of tokenizer.json"

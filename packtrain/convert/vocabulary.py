@@ -80,8 +80,9 @@ def _space(table: "_Table", family: Family) -> bool | None:
     if steps is None:
         known = given if by_family is None else by_family
         model = table.model
-        usual = model is None or (model.leads and not model.unigram)  # which is what readers take
-        return known if isinstance(known, bool) else None if usual else model.leads
+        if isinstance(known, bool) or model is None:
+            return known
+        return model.leads if model.unigram or not model.leads else None  # as readers take it to be
     if by_family is None and isinstance(given, bool) and given != steps.space:
         raise InputError(
             f"{table.folder / 'tokenizer_config.json'}: add_prefix_space is {given}, and the steps of tokenizer.json"

@@ -336,25 +336,37 @@ def byte_characters() -> list[str]:
     return [table[b] for b in range(256)]
 
 
+def added(id: int, text: str, special: bool = True, **flags: bool) -> dict[str, Any]:
+    """A token of a tokenizer.json's added_tokens."""
+    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id, "content": text, "special": special} | usual | flags
+
+
 def bpe_tokenizer(pattern: str, *, ignore_merges: bool = False) -> dict[str, Any]:
     """A tokenizer.json: bytes, five merges, two special tokens."""
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("\u0120", "w"), ("o", "r")]
     tokens = byte_characters() + [left + right for left, right in merges]
     cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     begin = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     return {
         "model": {
             "type": "BPE", "vocab": {text: id for id, text in enumerate(tokens)}, "ignore_merges": ignore_merges,
             "merges": [list(pair) for pair in merges],
         },
         "added_tokens": [
-            {"id": len(tokens), "content": "<|begin|>", "special": True},
-            {"id": len(tokens) + 1, "content": "<|eot_id|>", "special": True},
-            {"id": len(tokens) + 2, "content": "<tool>", "special": False},
+            added(len(tokens), "<|begin|>"), added(len(tokens) + 1, "<|eot_id|>"),
+            added(len(tokens) + 2, "<tool>", special=False),
         ],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, {"type": "ByteLevel", "use_regex": False}]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, byte_level]},
         "post_processor": {
-            "type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+            "type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+            "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [len(tokens)], "tokens": ["<|begin|>"]}},
         },
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ import sentencepiece
 from packtrain import quant
 from packtrain.cli import main
 from packtrain.convert import convert
-from packtrain.convert.pretokenizer import pretokenizer_name
+from packtrain.convert.steps import read_steps
 from packtrain.convert.vocabulary import UNUSED
 from packtrain.errors import InputError
 from packtrain.generation import Generator
@@ -33,6 +33,7 @@ from tests.hugging_face import (
 
 TOKENS = np.random.default_rng(5).integers(3, 300, 24)
 TOLERANCE = 1e-4  # of the largest logit
+TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 
 
 def converted(folder: Path, kind: str = "llama", dtype: str = "auto", **changes: Any) -> GGUF:
@@ -51,8 +52,8 @@ def test_the_vocabulary_of_gemma4_keeps_its_merges(tmp_path: Path) -> None:
     model = {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": merges}
     model["vocab"] = {text: id for id, text in enumerate(tokens)}
     added = [*enumerate(tokens[:4]), *enumerate(("<|turn>", "<turn|>", "<|channel>"), len(tokens))]
-    listed = [{"id": id, "content": text, "special": True} for id, text in added]
-    fast = {"model": model, "added_tokens": listed}
+    listed = [hugging_face.added(id, text) for id, text in added]
+    fast = {"model": model, "added_tokens": listed, "normalizer": TO_SPACE}
     (tmp_path / "model/tokenizer.json").write_text(json.dumps(fast))
     about = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False}
     (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(about))
@@ -257,12 +258,12 @@ def test_scores_come_from_merges_where_there_is_no_sentencepiece_model(tmp_path:
     merges = []
     for piece in sorted(vocabulary, key=lambda p: -model.get_score(vocabulary[p])):
         cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
-        merges += [c for c in cuts if all(part in vocabulary for part in c)][:1]
+        merges += [c for c in cuts if all(part in vocabulary for part in c)]
     fast = {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, TO_SPACE]},
         "model": {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "vocab": vocabulary,
                   "merges": [" ".join(pair) for pair in merges]},
-        "added_tokens": [{"id": id, "content": text, "special": True}
-                         for id, text in enumerate(("<unk>", "<s>", "</s>"))],
+        "added_tokens": [hugging_face.added(id, text) for id, text in enumerate(("<unk>", "<s>", "</s>"))],
     }  # fmt: skip
     write_checkpoint(tmp_path / "model")
     (tmp_path / "model/tokenizer.model").unlink()
@@ -308,7 +309,7 @@ def test_a_turn_of_a_glm_ends_where_the_users_begins(kind: str, tmp_path: Path) 
     folder = with_bpe(tmp_path / "model", kind)
     fast = json.loads((folder / "tokenizer.json").read_text())
     fast["added_tokens"] += [
-        {"id": 264 + i, "content": text, "special": True}
+        hugging_face.added(264 + i, text)
         for i, text in enumerate(("<|user|>", "<|observation|>", "<|endoftext|>"))
     ]
     (folder / "tokenizer.json").write_text(json.dumps(fast))
@@ -326,30 +327,31 @@ def test_an_end_of_documents_is_not_that_of_turns(tmp_path: Path) -> None:
     assert (tokenizer.eos, tokenizer.eot) == (263, 262)
 
 
-BYTES = {"type": "ByteLevel", "use_regex": True}
-STEPS = {
-    "gpt-2": BYTES,
-    "smollm": {
-        "type": "Sequence",
-        "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
-    },
-    "qwen2": {"type": "Split", "pattern": {"Regex": rules.QWEN_2_STEP}},
-    "tekken": {"type": "Split", "pattern": {"Regex": rules.TEKKEN_STEP}},
-    "gpt-4o": {"type": "Split", "pattern": {"Regex": rules.GPT_4O_STEP}},
-    "falcon": {
-        "type": "Sequence",
-        "pretokenizers": [
-            {"type": "Punctuation", "behavior": "Contiguous"}, BYTES, {"type": "Digits", "individual_digits": False},
-            {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated"},
-        ],
-    },
+BYTES, PLAIN_BYTES = ({"type": "ByteLevel", "use_regex": cut} for cut in (True, False))
+
+
+def cut_by(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+
+
+STEPS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [BYTES],
+    "smollm": [{"type": "Digits", "individual_digits": True}, BYTES],
+    "qwen2": [cut_by(rules.QWEN_2_STEP), PLAIN_BYTES],
+    "tekken": [cut_by(rules.TEKKEN_STEP), PLAIN_BYTES],
+    "gpt-4o": [cut_by(rules.GPT_4O_STEP), PLAIN_BYTES],
+    "falcon": [
+        {"type": "Punctuation", "behavior": "Contiguous"}, BYTES, {"type": "Digits", "individual_digits": False},
+        cut_by("[0-9][0-9][0-9]"),
+    ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_steps_of_a_tokenizer_have_a_name(name: str, tmp_path: Path) -> None:
-    given = {"pre_tokenizer": STEPS[name]}
-    assert pretokenizer_name(tmp_path, given, False) == name
+    cuts = {"type": "Sequence", "pretokenizers": STEPS[name]}
+    model = {"type": "BPE", "vocab": {}, "merges": [], "ignore_merges": name == "tekken"}
+    assert read_steps(tmp_path, {"pre_tokenizer": cuts, "model": model}).pre == name
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------
@@ -410,7 +412,7 @@ def without_vocabulary(folder: Path) -> None:
 
 def other_steps(folder: Path) -> None:
     shutil.rmtree(folder)
-    with_bpe(folder, pre_tokenizer={"type": "Metaspace"})
+    with_bpe(folder, pre_tokenizer=BYTES | {"type": "Whitespace"})
 
 
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
@@ -470,7 +472,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         change_to("qwen2", rope_scaling=hugging_face.LLAMA_3),
         "rope_scaling.type is 'llama3'; it must be default or linear or yarn",
     ),
-    "steps": (other_steps, "pre_tokenizer splits words by 'Metaspace'; only those of gpt-2"),
+    "steps": (other_steps, "pre_tokenizer is Whitespace, which a GGUF vocabulary does not have"),
 }  # fmt: skip
 
 

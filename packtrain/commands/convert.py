@@ -47,7 +47,7 @@ def run(settings: Convert) -> int:
         return _from_peft(folder, settings.base, path, settings.overwrite)
     if settings.peft is not None:
         raise InputError("--peft: --base must be given, too: the model that the adapter is for")
-    written = convert(folder, path, settings.type, settings.overwrite)
+    written = convert(folder, path, settings.type, settings.overwrite, print)
     types = Counter(str(t.dtype) if isinstance(t, Deferred) else "f32" for t in written.values())
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
     print(f"{path}: {plural(len(written), 'tensor')} ({counts}), {path.stat().st_size:,} bytes")

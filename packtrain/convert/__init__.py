@@ -3,7 +3,8 @@
 Writes a file that llama.cpp loads, tensor by tensor: the model is never in memory as a whole.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +33,17 @@ HALF_MOST = 65_504.0
 
 
 def convert(
-    folder: Path, path: Path, dtype: str = AUTO, overwrite: bool = True
+    folder: Path,
+    path: Path,
+    dtype: str = AUTO,
+    overwrite: bool = True,
+    say: Callable[[str], object] = warnings.warn,
 ) -> dict[str, Deferred | np.ndarray]:
     """Write the checkpoint in `folder` to a GGUF file; returns the written tensors by name.
 
     dtype      of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
     overwrite  whether a file that is there may be replaced; those of the checkpoint never are
+    say        takes sentences about what the file's readers do otherwise than the checkpoint's
     Raises InputError for what cannot be converted, before writing.
     """
     check_output(path, "-o", checkpoint_files(folder), overwrite)
@@ -50,7 +56,7 @@ def convert(
         "general.name": Value("string", folder.resolve().name),
         "general.file_type": Value("u32", DTYPES[chosen].file_type),
         "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
-        **vocabulary_of(checkpoint, found.vocab_size, found.family),
+        **vocabulary_of(checkpoint, found.vocab_size, found.family, say),
     }
     tensors: dict[str, Deferred | np.ndarray] = {**found.computed}
     for tensor in found.tensors:

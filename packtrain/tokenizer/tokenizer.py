@@ -84,6 +84,7 @@ class Tokenizer:
     kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     bos eos unk eot   ids, or None; eot is the end of a turn
     ends              ids that end generation
+    swallow           ids of tokens that swallow the whitespace after them; swallow_before: before them
     """
 
     def __init__(self, metadata: Mapping[str, Any], few: int = FEW) -> None:
@@ -96,6 +97,7 @@ class Tokenizer:
         self.tokens, self.kinds, self.vocab_size = table.tokens, table.kinds, len(table.tokens)
         self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
         self.ends = table.ends
+        self.swallow, self.swallow_before = table.swallow, table.swallow_before
         self.add_bos = flag(metadata, "add_bos_token", self._encoding.bos) or self._encoding.always
         own = self._encoding
         self.add_eos = flag(metadata, "add_eos_token", own.eos) or (own.eos and own.always)

@@ -1,0 +1,361 @@
+"""A tokenizer stays the one it was: every step is written to the GGUF file, said, or refused by its name."""
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from packtrain.convert import agreement
+from packtrain.convert.checkpoint import Checkpoint
+from packtrain.convert.vocabulary import vocabulary_of
+from packtrain.errors import InputError
+from packtrain.models.arch import classes
+from packtrain.models.arch.given import Given
+from packtrain.tokenizer import Tokenizer, rules
+from tests.hugging_face import added, byte_characters
+
+CASES = Path(__file__).parents[2] / "shared/cases/tokens"
+SPACE = "\u2581"
+FAMILY = classes()["LlamaForCausalLM"][1]
+
+
+def written(folder: Path, notes: list[str] | None = None, **named: str) -> Tokenizer:
+    """The tokenizer of a folder as a GGUF file would have it."""
+    config = Given(folder / "config.json", {"bos_token_id": 1, "eos_token_id": 2})
+    said: list[str] = []
+    found = vocabulary_of(
+        Checkpoint(folder, "LlamaForCausalLM", config, {}), 700, FAMILY, said.append
+    )
+    if notes is None:
+        assert not said
+    else:
+        notes += said
+    return Tokenizer({key: value.value for key, value in found.items()} | named)
+
+
+def step(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def metaspace(scheme: str = "always", **fields: Any) -> dict[str, Any]:
+    return step("Metaspace", replacement=SPACE, prepend_scheme=scheme, split=False) | fields
+
+
+def split(pattern: str, behavior: str = "Isolated", **fields: Any) -> dict[str, Any]:
+    return step("Split", pattern={"Regex": pattern}, behavior=behavior, invert=False) | fields
+
+
+def sequence(key: str, *steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", key: list(steps)}
+
+
+TO_SPACE = step("Replace", pattern={"String": " "}, content=SPACE)
+PREPEND = step("Prepend", prepend=SPACE)
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+CUT = rules.QWEN_2_STEP
+BYTES = step("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+SPECIAL = [added(i, text) for i, text in enumerate(("<unk>", "<s>", "</s>"))]
+PAIRS = [("h", "e"), ("l", "l"), ("he", "ll"), ("o", "r"), ("w", "or"), ("b", "c"), ("a", "bc")]
+
+
+def pieces_json() -> dict[str, Any]:
+    """SentencePiece's BPE with spaces as U+2581."""
+    pairs = [*PAIRS, (SPACE, "wor"), (SPACE, "hell")]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    tokens += [*SPACE, *"abcdehlorw", *(a + b for a, b in pairs)]
+    vocabulary = {text: id for id, text in enumerate(tokens)}
+    model = {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True,
+             "vocab": vocabulary, "merges": [list(pair) for pair in pairs]}  # fmt: skip
+    return {
+        "model": model,
+        "added_tokens": copy.deepcopy(SPECIAL),
+        "pre_tokenizer": metaspace("never"),
+    }
+
+
+def bytes_json() -> dict[str, Any]:
+    """Byte-level BPE."""
+    pairs = [*PAIRS, ("\u0120", "wor"), ("1", "2")]
+    tokens = ["<unk>", "<s>", "</s>", *byte_characters(), *(a + b for a, b in pairs)]
+    model = {"type": "BPE", "vocab": {text: id for id, text in enumerate(tokens)},
+             "merges": [list(pair) for pair in pairs]}  # fmt: skip
+    return {"model": model, "added_tokens": copy.deepcopy(SPECIAL)} | cuts(split(CUT), BYTES)
+
+
+def folder_of(path: Path, fast: dict[str, Any], **about: Any) -> Path:
+    (path / "tokenizer.json").write_text(json.dumps(fast))
+    (path / "tokenizer_config.json").write_text(json.dumps(about))
+    return path
+
+
+def cuts(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"pre_tokenizer": sequence("pretokenizers", *steps)}
+
+
+def before(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"normalizer": sequence("normalizers", *steps)}
+
+
+def last(**flags: bool) -> list[dict[str, Any]]:
+    """The special tokens, with flags of the last one."""
+    return [*SPECIAL[:2], added(2, "</s>", **flags)]
+
+
+def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A tokenizer.json with other steps; `model_…` changes an option of its model."""
+    for key, value in changes.items():
+        if key.startswith("model_"):
+            base["model"][key.removeprefix("model_")] = value
+        else:
+            base[key] = value
+    return base
+
+
+# ---- the cases -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not CASES.exists(), reason="there are no shared cases")
+@pytest.mark.parametrize("name", ["always", "never", "lower"])
+def test_the_ids_are_those_of_the_tokenizers_package(name: str) -> None:
+    expected = json.loads((CASES / "expected.json").read_text())
+    if name == "lower":
+        with pytest.raises(
+            InputError, match="normalizer is NFKC, which a GGUF vocabulary does not have"
+        ):
+            written(CASES / name)
+        return
+    tokenizer = written(CASES / name, [])
+    for text, ids in zip(expected["texts"], expected["ids"][name], strict=True):
+        assert tokenizer.encode(text) == ids
+
+
+# ids by tokenizers 0.23
+RECORDED: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "prepended": (before(PREPEND, TO_SPACE) | {"pre_tokenizer": None}, [278, 277, 79, 259, 265]),
+    "replaced only": ({"normalizer": TO_SPACE, "pre_tokenizer": None}, [272, 277, 79, 259, 265]),
+    "metaspace always": ({"pre_tokenizer": metaspace()}, [278, 277, 79, 259, 265]),
+    "metaspace of old files": (
+        {"pre_tokenizer": step("Metaspace", replacement=SPACE, add_prefix_space=True, split=False)},
+        [278, 277, 79, 259, 265],
+    ),
+    "metaspace never": ({}, [272, 277, 79, 259, 265]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_space_before_a_text_is_as_in_the_steps(name: str, tmp_path: Path) -> None:
+    changes, ids = RECORDED[name]
+    tokenizer = written(folder_of(tmp_path, changed(pieces_json(), **changes)), [])
+    assert tokenizer.encode("hell worL h") == ids
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "lowercase": (pieces_json, before(step("Lowercase"), TO_SPACE), "normalizer is Lowercase"),
+    "lowercase bytes": (bytes_json, {"normalizer": step("Lowercase")}, "normalizer is Lowercase"),
+    "other spaces": (pieces_json, {"normalizer": TO_SPACE | {"content": "_"}}, "normalizer Replace: content is '_'"),
+    "regex": (pieces_json, {"normalizer": TO_SPACE | {"pattern": {"Regex": " "}}}, "normalizer Replace: pattern is"),
+    "twice": (pieces_json, before(PREPEND, PREPEND, TO_SPACE), "normalizer has Prepend twice"),
+    "no spaces": (pieces_json, {"pre_tokenizer": None}, "normalizer must have Replace, or pre_tokenizer Metaspace"),
+    "words": (pieces_json, {"pre_tokenizer": step("Whitespace")}, "pre_tokenizer is Whitespace"),
+    "prefix": (bytes_json, {"pre_tokenizer": step("ByteLevel", add_prefix_space=True)}, "add_prefix_space is 'True'"),
+    "removed": (bytes_json, cuts(split(CUT, "Removed"), BYTES), "Split drops text"),
+    "merged": (bytes_json, cuts(split(CUT, "MergedWithNext"), BYTES), "behavior is 'MergedWithNext'"),
+    "bytes first": (bytes_json, cuts(BYTES, split(CUT)), "must end with ByteLevel"),
+    "dropout": (bytes_json, {"model_dropout": 0.1}, "model BPE: dropout is '0.1'"),
+    "prefix of parts": (bytes_json, {"model_continuing_subword_prefix": "##"}, "continuing_subword_prefix is '##'"),
+    "suffix of words": (bytes_json, {"model_end_of_word_suffix": "</w>"}, "end_of_word_suffix is '</w>'"),
+    "no bytes": (pieces_json, {"model_byte_fallback": False}, "model.byte_fallback must be true"),
+    "unigram": (pieces_json, {"model": {"type": "Unigram"}}, "model is Unigram"),
+    "unigram of old files": (pieces_json, {"model": {"vocab": [["a", 0.0]]}}, "model must be a BPE with vocab"),
+    "words of tokens": (
+        bytes_json, {"model_ignore_merges": True, "model_merges": [["h", "e"]]},
+        "model.ignore_merges must be False, as for qwen2",
+    ),
+    "unlisted pairs": (
+        pieces_json, {"model_merges": [["h", "e"], ["l", "l"], ["o", "r"], ["w", "or"]]},
+        "(its list of merges|the tokenizers package) encodes",
+    ),
+    "decoder": (bytes_json, {"decoder": step("WordPiece", prefix="##")}, "decoder is WordPiece"),
+    "strips": (bytes_json, {"added_tokens": last(rstrip=True)}, "added token '</s>': rstrip is true"),
+    "words only": (bytes_json, {"added_tokens": last(single_word=True)}, "'</s>': single_word is true"),
+    "normalized": (
+        pieces_json, before(PREPEND, TO_SPACE) | {"added_tokens": last(normalized=True)},
+        "its normalized must be false",
+    ),
+    "typed spaces": (
+        pieces_json, {"added_tokens": [*SPECIAL, added(400, SPACE * 2, special=False)]},
+        "its normalized must be true",
+    ),
+    "other first token": (
+        bytes_json,
+        {"post_processor": step("TemplateProcessing", single=[{"SpecialToken": {"id": "<unk>"}}, TEXT])},
+        "post_processor puts <unk> before a text",
+    ),
+    "not a step": (bytes_json, {"normalizer": ["NFC"]}, "normalizer has .* a step is an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_steps_that_a_gguf_vocabulary_does_not_have_are_refused_by_name(
+    name: str, tmp_path: Path
+) -> None:
+    base, changes, line = WRONG[name]
+    with pytest.raises(InputError, match=line):
+        written(folder_of(tmp_path, changed(base(), **changes)), [])
+
+
+def test_a_space_that_two_files_put_otherwise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"add_prefix_space is True, .* put no space before"):
+        written(folder_of(tmp_path, pieces_json(), add_prefix_space=True))
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------
+
+SAID: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "spaces there": (pieces_json, {"pre_tokenizer": metaspace()}, "Metaspace puts a space before texts that have none"),
+    "first": (pieces_json, {"pre_tokenizer": metaspace("first")}, "also after special tokens"),
+    "composed": (bytes_json, {"normalizer": step("NFC")}, "normalizer NFC is not applied"),
+    "beyond ASCII": (bytes_json, cuts(split(rules.GPT_4O_STEP), BYTES), "pre-tokenizer gpt-4o splits"),
+    "truncation": (
+        bytes_json, {"truncation": {"max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}},
+        "truncation is left out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_readers_of_a_gguf_do_otherwise_is_said_in_a_line(name: str, tmp_path: Path) -> None:
+    base, changes, line = SAID[name]
+    notes: list[str] = []
+    written(folder_of(tmp_path, changed(base(), **changes)), notes)
+    assert len(notes) == 1 and line in notes[0]
+
+
+def test_bos_and_eos_are_added_as_the_post_processor_does(tmp_path: Path) -> None:
+    first, last = ({"SpecialToken": {"id": text, "type_id": 0}} for text in ("<s>", "</s>"))
+    listed = {
+        text: {"id": text, "ids": [id], "tokens": [text]} for id, text in ((1, "<s>"), (2, "</s>"))
+    }
+    around = [first, TEXT, last]
+    about = {"bos_token": "<s>", "eos_token": "</s>"}
+    for single, ids in (
+        (None, [265]),
+        (around, [1, 265, 2]),
+        (around[:2], [1, 265]),
+        (around[1:2], [265]),
+    ):
+        after = (
+            None
+            if single is None
+            else step("TemplateProcessing", single=single, pair=[], special_tokens=listed)
+        )
+        fast = changed(pieces_json(), post_processor=after)
+        assert written(folder_of(tmp_path, fast, **about)).encode("h") == ids
+
+
+def test_tokens_of_phi_3_take_the_spaces_after_them(tmp_path: Path) -> None:
+    folder = tmp_path / "phi-3-mini"
+    folder.mkdir()
+    fast = changed(pieces_json(), added_tokens=last(rstrip=True))
+    tokenizer = written(folder_of(folder, fast), **{"general.name": "phi-3-mini"})
+    assert tokenizer.encode("h</s>  h") == [265, 2, 265]
+
+
+# ---- tokenizer.model -------------------------------------------------------------------------------------------
+
+
+def trained(kind: str, **options: Any) -> bytes:
+    words = [f"{a}{b}{c}" for a in "bcdfgh" for b in "aeiou" for c in "lmnrst"]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(words[i::7]) for i in range(7)]), model_writer=model, model_type=kind,
+        vocab_size=400, hard_vocab_limit=False, num_threads=1, minloglevel=4, **options,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
+
+@pytest.mark.parametrize("name", ["nfkc", "plain", "no space in front"])
+def test_a_unigram_model_is_written_as_one(name: str, tmp_path: Path) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "nfkc": {}, "plain": PLAIN, "no space in front": PLAIN | {"add_dummy_prefix": False},
+    }  # fmt: skip
+    made = trained("unigram", **options[name])
+    (tmp_path / "tokenizer.model").write_bytes(made)
+    model = sentencepiece.SentencePieceProcessor(model_proto=made)
+    tokenizer = written(tmp_path)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.unk) == (1, 2, 0)
+    for text in ("bal cem  dis", " hor\uff21 ", "x\u00e9y bal", ""):
+        assert tokenizer.encode(text) == [1, *model.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "line"),
+    [
+        ("unigram", {"byte_fallback": True}, "byte_fallback must be false for UNIGRAM"),
+        ("bpe", {"remove_extra_whitespaces": False}, "normalization_rule_name must be identity"),
+        ("bpe", {"normalization_rule_name": "identity"}, "remove_extra_whitespaces must be false"),
+        ("word", PLAIN, "model_type must be BPE or UNIGRAM"),
+        ("bpe", PLAIN | {"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix must be"),
+    ],
+)
+def test_sentencepiece_models_that_a_gguf_cannot_have_are_refused(
+    kind: str, options: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(trained(kind, **options))
+    with pytest.raises(InputError, match=line):
+        written(tmp_path)
+
+
+# ---- the texts -------------------------------------------------------------------------------------------------
+
+
+def test_other_ids_are_refused_with_the_first_text_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that lowers texts stands for a step that the table does not know."""
+    tokenizer = written(folder_of(tmp_path, bytes_json()))
+    monkeypatch.setattr(
+        agreement, "_by_package", lambda path: lambda text: tokenizer.encode(text.lower())
+    )
+    with pytest.raises(
+        InputError, match="the tokenizers package encodes \"Hello World, it's I'M we'll\" as"
+    ):
+        written(tmp_path)
+
+
+def test_the_texts_are_about_two_hundred_of_many_scripts_then_neighbours(tmp_path: Path) -> None:
+    tokenizer = written(folder_of(tmp_path, bytes_json()))
+    texts = list(agreement._texts(tokenizer))
+    fixed = len(agreement.SAMPLES.split("|")) * len(agreement.FRAMES.split("|"))
+    assert 180 <= fixed <= 240 and len(texts) > fixed
+    for part in (
+        "e\u0301",
+        "\u00e9",
+        "\u4f60",
+        "\U0001f468\u200d",
+        "12345678",
+        "\r\n",
+        "\n\n",
+        "  ",
+        "\treturn",
+        "\\e",
+    ):
+        assert any(part in text for text in texts[:fixed]), part
+
+
+def test_recorded_ids_are_those_of_the_package_where_it_is_installed(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    for changes, ids in RECORDED.values():
+        folder_of(tmp_path, changed(pieces_json(), **changes))
+        made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert made.encode("hell worL h").ids == ids

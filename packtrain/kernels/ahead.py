@@ -24,6 +24,7 @@ from packtrain.collecting import not_collecting
 from packtrain.errors import DoesNotFit
 from packtrain.kernels import machine, runtime, store
 from packtrain.kernels.crew import AVAILABLE, start, threads
+from packtrain.memory import private_nbytes
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
@@ -32,6 +33,9 @@ CHILDREN = 2  # most at a time
 loaded: dict[str, Any] = {}  # the modules of this process
 found_complete = set[str]()  # those whose compiled code is there, and that of all they need
 loading = threading.RLock()
+budget: int | None = (
+    None  # most private memory of this process and its children, where a call has no limit
+)
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
 
@@ -70,6 +74,8 @@ def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> 
     if not store.missing(names):
         store.keep()
         return 0
+    if limit is None and budget is not None:
+        limit, used = budget, private_nbytes()
     chosen = way(limit, used)
     with alone(store.target() / "lock"):
         missing = store.missing(names)
@@ -85,6 +91,8 @@ def _compile(names: list[str], chosen: Way) -> None:
     progress.begin()
     error = Compiling(names, progress.done).run(chosen)
     progress.end()
+    if error and budget is not None:
+        raise MemoryError(error)
     if error:
         runtime.say(f"the compiling child failed ({error}); compiling in this process")
 
@@ -284,7 +292,11 @@ def _from_cache(name: str) -> Any:
         try:
             checksum = (folder / store.COMPLETE).read_text("utf-8", "replace")
             return machine.load(name, folder, checksum, with_numba)
-        except (machine.Damaged, OSError):
+        except (machine.Damaged, OSError) as error:
+            if budget is not None and isinstance(
+                error, OSError
+            ):  # it may be the bound that refuses
+                raise MemoryError(str(error)) from None
             runtime.say(f"{folder} is damaged")
             store.distrust(folder)
             prepare([name])

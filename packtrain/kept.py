@@ -66,12 +66,12 @@ def make(
 
 def answer(
     write: Callable[[dict[str, Any], Path, Say], None],
-    place: Callable[[], str],
+    reading: Mapping[str, str],
     share: Callable[[int], int] = lambda room: 0,
 ) -> None:
     """The child: calls `write(request, folder, say)` for the request on stdin.
 
-    place  file and row that were read last
+    reading  its `place`: file and row that were read last
     share  of the room, what a child of this one takes
     Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] if the disk is full.
     """
@@ -87,14 +87,18 @@ def answer(
         write(request, folder, lambda sentence: send("say", sentence))
     except Foreseen as error:
         send("error", str(error))
-    except MemoryError:
-        words = "needs more memory to be read than there is"
-        if room is not None:
-            words = f"needs more memory to be read than the {room >> 20} MiB that --memory leaves for it"
-        send("error", f"{place()} {words}; shorten it, or give more")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        send("error", _too_large(reading["place"], room))
     except OSError as error:
         kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "error"
         send(kind, f"{error.filename or folder}: {(error.strerror or str(error)).lower()}")
+
+
+def _too_large(place: str, room: int | None) -> str:
+    left = "there is" if room is None else f"the {room >> 20} MiB that --memory leaves for it"
+    return f"{place} needs more memory to be read than {left}; shorten it, or give more"
 
 
 def _bound(nbytes: int) -> None:
@@ -147,6 +151,10 @@ def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
             raise
         if child.returncode == -signal.SIGINT:
             raise KeyboardInterrupt
+        if (
+            child.returncode < 0 and request["room"] is not None
+        ):  # LLVM ends so where it gets no memory
+            raise InputError(_too_large(request["data"], request["room"]))
         if child.returncode:
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()

@@ -5,7 +5,7 @@ from typing import Any
 
 from packtrain.corpus.build import write_corpus
 from packtrain.corpus.documents import Text
-from packtrain.corpus.report import place
+from packtrain.corpus.report import reading
 from packtrain.kept import Say, answer
 
 
@@ -16,4 +16,4 @@ def _build(request: dict[str, Any], folder: Path, say: Say) -> None:
 
 
 if __name__ == "__main__":
-    answer(_build, place)
+    answer(_build, reading)

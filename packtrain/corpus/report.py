@@ -129,8 +129,3 @@ class Report:
         if isinstance(value, Mapping):
             return {key: self.value(item) for key, item in value.items()}
         return value
-
-
-def place() -> str:
-    """File and row that were read last."""
-    return reading["place"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from packtrain.corpus.report import place
+from packtrain.corpus.report import reading
 from packtrain.kept import Say, answer
 from packtrain.samples.build import RENDERER_NBYTES, RENDERING, Recipe, write_dataset
 
@@ -14,4 +14,4 @@ def _build(request: dict[str, Any], folder: Path, say: Say) -> None:
 
 
 if __name__ == "__main__":
-    answer(_build, place, lambda room: RENDERER_NBYTES + room // RENDERING)
+    answer(_build, reading, lambda room: RENDERER_NBYTES + room // RENDERING)

@@ -20,10 +20,7 @@ from packtrain.serving.server import Limits
 READERS = 1  # requests of a kind that are parsed and worked on at once
 LARGE = 1 << 16  # bytes of bodies after which memory is given back; longer ones wait for their turn
 TURNS = 7  # large bodies that are read or worked on at once
-REFUSED, PATIENCE = (
-    64 << 20,
-    30.0,
-)  # most bytes that are read of a request that is refused, and seconds
+REFUSED, PATIENCE = 64 << 20, 30.0  # most bytes and seconds that a refused request is read
 MOST_VALUES = 1 << 17  # in a body: each takes much more memory than its text
 TEXTS = re.compile(r'"(?:[^"\\]|\\.)*+"', re.S)
 
@@ -42,8 +39,8 @@ class Bodies:
         async with AsyncExitStack() as turns:
             try:
                 await self._read(request, limits, text, turns)
-                kinds = self._turns.setdefault(kind, asyncio.Semaphore(READERS))
-                await turns.enter_async_context(kinds)
+                own = self._turns.setdefault(kind, asyncio.Semaphore(READERS))
+                await turns.enter_async_context(own)
                 if await request.is_disconnected():
                     raise ClientDisconnect
                 yield await run_in_threadpool(parsed, bytes(text))

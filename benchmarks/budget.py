@@ -1,6 +1,7 @@
 """Random budgets through `packtrain plan` and `packtrain train`, under a cap: python -m benchmarks.budget
 
     python -m benchmarks.budget [--plans 200] [--runs 60] [--seed 0] [--first 0]
+    python -m benchmarks.budget --pressure 300 [--seed 0]: commands on long rows and odd files, and hostile requests
 
 Each case is a random shape, batch, optimizer and budget. Its plan must fit or be refused with a smallest budget; that
 budget must be taken, and 3 % less refused. Runs make steps with the longest batches there are, evaluations, samples and
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.memory import text
+from benchmarks.pressure import pressed
 from packtrain.memory import parse_size, private_nbytes_of
 
 MIB = 1 << 20
@@ -145,7 +147,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
+    parser.add_argument(
+        "--pressure", type=int, default=0, help="so many cases of pressure.py instead"
+    )
     given = parser.parse_args()
+    if given.pressure:
+        with tempfile.TemporaryDirectory() as folder:
+            faults = pressed(
+                given.pressure, given.seed, Path(folder), lambda line: print(line, flush=True)
+            )
+        sys.exit(f"{faults} of {given.pressure} were wrong" if faults else 0)
     rng, wrong, used, refused, ran = random.Random(given.seed), Wrong(), [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "text.txt"

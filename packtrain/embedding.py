@@ -89,6 +89,8 @@ def embeddings(
         hidden = context.decode(tokens, seqs, wanted=range(len(tokens)))
         for seq in range(len(batch)):
             context.remove(seq)
+        if not np.isfinite(hidden).all():
+            raise InputError("the embeddings are not finite; weights of the model may be damaged")
         ends = np.cumsum([lengths[i] for i in batch])
         for rows in np.split(hidden, ends[:-1]):
             yield pooled(rows, pooling)

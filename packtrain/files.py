@@ -9,6 +9,7 @@ import sys
 from _thread import start_new_thread
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -82,9 +83,9 @@ def _part_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{next(NUMBERS)}.{os.getpid()}.part")
 
 
-def remove_parts(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote here."""
-    for path in folder.glob(".*.part"):
+def remove_parts(folder: Path, name: str = "*") -> None:
+    """Remove the temporary files of processes that were killed while they wrote here a file of that name."""
+    for path in folder.glob(f".{name}.*.part"):
         pid = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
         if os.name != "nt" and pid.isdecimal() and len(pid) < 10 and not _lives(int(pid)):
             path.unlink(missing_ok=True)
@@ -168,6 +169,7 @@ def check_writable(path: str | Path, field: str) -> None:
         )
     if path.exists() and not _replaceable(real):
         raise InputError(f"{field}: {path} cannot be replaced: it is another user's")
+    remove_parts(real.parent, escape(real.name))
     trial = _part_of(real)
     try:
         trial.touch()

@@ -280,18 +280,15 @@ def chain_of(
 ) -> Chain:
     """The samplers of a sequence that begins with this prompt. Raises InputError."""
     sampling.check_sampling(tokenizer.vocab_size)
-    return Chain(sampling, seed, prompt, _breakers(tokenizer, sampling), grammar)
+    breakers = _breakers(tokenizer, sampling.breakers) if sampling.dry_multiplier else {}
+    return Chain(sampling, seed, prompt, breakers, grammar)
 
 
-@lru_cache(maxsize=4)
-def _breakers(tokenizer: Tokenizer, sampling: Sampling) -> Breakers:
+@lru_cache(maxsize=2)
+def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
     """Where DRY ends repetitions, in tokens."""
-    if not sampling.dry_multiplier:
-        return {}
     pieces = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
-    return find_breakers(
-        sampling.breakers, pieces, lambda text: tokenizer.encode(text, False, False, False)
-    )
+    return find_breakers(texts, pieces, lambda text: tokenizer.encode(text, False, False, False))
 
 
 class Pieces:

@@ -278,6 +278,14 @@ def changed(path: Path, **tensors: np.ndarray | None) -> Path:
     return to
 
 
+def test_a_model_with_damaged_weights_has_no_importance_matrix(settings: Quantize, tmp_path: Path):
+    arrays = {"blk.0.attn_norm.weight": np.full(256, np.nan, np.float32)}
+    bad = changed(settings.model, **arrays)
+    with pytest.raises(InputError, match=r"the inputs of blk\.0\..* are not finite"):
+        imatrix.run(Imatrix(bad, settings.calibrate, tmp_path / "i.gguf"))
+    assert not (tmp_path / "i.gguf").exists()
+
+
 def test_matrices_of_other_models_are_refused(settings: Quantize, measured: Path, tmp_path: Path):
     by = replace(settings, calibrate=None, imatrix=measured)
     sums, counts, one = f"{V}.in_sum2", f"{V}.counts", np.ones(1, np.float32)
@@ -287,6 +295,7 @@ def test_matrices_of_other_models_are_refused(settings: Quantize, measured: Path
         },
         f"{counts} is missing": {counts: None},
         "must be F32, a row of sums for each count": {counts: np.ones(3, np.float32)},
+        "must be F32, a row of sums for each": {counts: np.ones(0, np.float32)},
         "has values that are not finite, or below zero": {sums: np.full(256, np.nan, np.float32)},
     }
     for said, tensors in wrong.items():

@@ -1,5 +1,6 @@
 """Tokens chosen in the graph of a run: those that the host's chain chooses out of all logits, for any chain."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from packtrain.sampling import (
     Sampling,
     chain,
 )
-from packtrain.sampling.cut import cut
+from packtrain.sampling.cut import cut, place_of
 from packtrain.tasks.generate import Generate, generate
 from tests.architectures import random_model
 from tests.models import CONFIG, values
@@ -137,7 +138,7 @@ KINDS = {TOKEN: int, CANDIDATES: Candidates, LOGITS: np.ndarray}
 @each_chain
 def test_sequences_of_a_context(large: Context, how: dict[str, Any], leaves: str) -> None:
     made, sampling = large, Sampling(**how)
-    assert cut(sampling, 1, 0).leaves == leaves
+    assert cut(place_of(sampling), sampling, 1, 0).leaves == leaves
     different = set[int]()
     for seed in range(0, 12, SEQUENCES):
         every = [Chain(sampling, seed + n, [1, 2, 3]) for n in range(SEQUENCES)]
@@ -255,3 +256,12 @@ def test_seeds_of_any_size(large: Context) -> None:
         got, _ = texts(made, [Chain(Sampling(temp=2.0), seed)], 8)
         with on_the_host():
             assert texts(made, [Chain(Sampling(temp=2.0), seed)], 8)[0] == got
+
+
+def test_settings_of_an_answer_go_with_it():
+    """A client may send thousands of biases, and others the next time."""
+    sampling = Sampling(logit_bias=("3-1",))
+    Chain(sampling).cut()
+    left = weakref.ref(sampling)
+    del sampling
+    assert left() is None

@@ -19,31 +19,31 @@ from packtrain.memory import private_nbytes_of
 from packtrain.optim import AdamW
 from tests.test_model_file import CONFIG, save
 
-LARGE = ("attention", "attention_back", "experts", "loss", "elementwise")
-
 
 @pytest.mark.parametrize(
     ("limit", "cores", "expected"),
     [
         (None, 4, Way(2, True)),
         (None, 1, Way(1, True)),
-        (700 * MIB, 2, Way(2, True)),
-        (600 * MIB, 2, Way(2, False)),
-        (600 * MIB, 1, Way(1, True)),
-        (50 * MIB + ahead.SINGLE_NBYTES, 2, Way(1, False)),
+        (860 * MIB, 2, Way(2, True)),
+        (460 * MIB, 2, Way(2, False)),
+        (460 * MIB, 1, Way(1, True)),
+        ((50 + ahead.SINGLE) * MIB, 2, Way(1, False)),
     ],
 )
 def test_the_fastest_way_that_fits_is_taken(
     limit: int | None, cores: int, expected: Way, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ahead.runtime, "allowed_cpus", lambda: cores)
-    assert ahead.way(limit, 50 * MIB) == expected
+    assert ahead.way(limit, 50 * MIB, ["simd"]) == expected
 
 
-def test_what_does_not_fit_is_refused_with_what_it_needs():
-    least = 50 + ahead.SINGLE_NBYTES // MIB
+@pytest.mark.parametrize("name", ["simd", *ahead.LARGER])
+def test_what_does_not_fit_is_refused_with_what_it_needs(name: str):
+    least = 50 + ahead.LARGER.get(name, ahead.SINGLE)
     with pytest.raises(DoesNotFit, match=f"needs {least} MiB.*packtrain compile.*{least}MiB"):
-        ahead.way(least * MIB - 1, 50 * MIB)
+        ahead.way(least * MIB - 1, 50 * MIB, ["call", name])
+    assert ahead.way(least * MIB, 50 * MIB, ["call", name]).children == 1
 
 
 def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
@@ -55,7 +55,7 @@ def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
     assert not (tmp_path / "packtrain/kernels").exists()
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", store.modules())
 def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: Path):
     others = sorted(store.needed(name) - {name})
     kernels.prepare(others)
@@ -73,7 +73,8 @@ def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: 
             time.sleep(0.01)
         assert child.stdout.read().split() == [name]
     assert (tmp_path / store.folder_name(name) / store.COMPLETE).exists()
-    assert 0.5 * ahead.SINGLE_NBYTES < peak <= ahead.SINGLE_NBYTES
+    assert peak <= ahead.LARGER.get(name, ahead.SINGLE) * MIB
+    assert name not in ahead.LARGER or peak > max(0.7 * ahead.LARGER[name], ahead.SINGLE) * MIB
 
 
 def test_modules_wait_for_those_they_need_and_are_counted(monkeypatch: pytest.MonkeyPatch):

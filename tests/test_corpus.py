@@ -1,5 +1,6 @@
 """From files to tokens: what a document is, what is kept, what is for validation, and one line for bad input."""
 
+import gzip
 import json
 import os
 import shutil
@@ -14,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain import gguf
-from packtrain.corpus import Corpus, Text, Tokens, documents, prepare, streams
+from packtrain import gguf, kernels
+from packtrain.corpus import Corpus, Text, Tokens, documents, prepare, records, streams
 from packtrain.corpus.build import write_corpus
 from packtrain.corpus.cache import _fingerprint, read_corpus
 from packtrain.corpus.documents import split
-from packtrain.errors import InputError
+from packtrain.corpus.report import Report
+from packtrain.errors import DoesNotFit, InputError
+from packtrain.memory import private_nbytes
 from packtrain.tokenizer import Tokenizer
 from packtrain.vocabulary import train_vocabulary, vocabulary_of
 
@@ -398,3 +401,26 @@ def test_progress_is_said(tmp_path: Path, vocab: Path, monkeypatch: pytest.Monke
     write_corpus(text_of(one(tmp_path, PROSE * 2000), vocab), folder, said.append)
     assert said[:2] == ["reading: 0 of 3 MB", "reading: 1 of 3 MB"]
     assert "tokenizing: 2 of 3 MB" in said
+
+
+def test_a_reader_stays_within_memory_or_names_the_row(tmp_path):
+    """Whatever rows are: one that takes more than is left is refused by file and row."""
+    row = json.dumps({"text": "ab " * 4_000_000})
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a b"}\n' + row + "\n", encoding="utf-8")
+    kernels.prepare(("tokens", "splitting"))  # in no more than the rest
+    used = private_nbytes() + (72 << 20)
+    with pytest.raises(InputError, match=r"rows.jsonl: line 2 needs more memory to be read than"):
+        prepare(text_of(data), tmp_path / "cache", silent, f"{used}B")
+    with pytest.raises(DoesNotFit, match="reading the data needs at least"):
+        prepare(text_of(data), tmp_path / "cache", silent, "8MiB")
+
+
+def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "LONGEST", 1000)
+    monkeypatch.setattr(streams, "CHUNK_NBYTES", 100)
+    for name, text in (("a.jsonl.gz", '{"text": "a"}\n"%s"'), ("b.json.gz", '[\n"%s"]')):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress((text % ("x" * 5000)).encode()))
+        with pytest.raises(InputError, match=f"{name}: line 2 has more than"):
+            list(records.read_records("", Report(path)))

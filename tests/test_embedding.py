@@ -143,3 +143,12 @@ def test_a_stopped_run_gives_no_result(path: Path):
     callbacks.cancel.set()
     with pytest.raises(Interrupted, match="stopped after 0 of 4 texts, without a result"):
         embed(Embed(path, tuple(TEXTS)), callbacks)
+
+
+def test_a_model_with_damaged_weights_has_no_embeddings(path: Path, tmp_path: Path):
+    file, bad = GGUF(path), tmp_path / "bad.gguf"
+    arrays = {name: file.array(name).copy() for name in file.entries}
+    arrays["output_norm.weight"][0] = np.nan
+    write(bad, file.values, arrays)
+    with pytest.raises(InputError, match="the embeddings are not finite; weights of the model"):
+        pt.embed(bad, ["a"])

@@ -16,7 +16,7 @@ from packtrain.design.plans import LOOP_NBYTES
 from packtrain.dtypes import BLOCK_TYPES, DTYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.adapted import split_scale
+from packtrain.models.adapted import adapted, split_scale
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.file import open_model
 from packtrain.models.merge import write_changed
@@ -335,3 +335,23 @@ def test_too_little_memory_and_missing_data_are_refused(tunable: Merge, capsys: 
     with pytest.raises(InputError, match=r"--calibrate: .*none.jsonl does not exist"):
         merge.run(replace(tunable, calibrate=data.with_name("none.jsonl")))
     assert not tunable.output.exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scale_that_overflows_is_an_error(tmp_path: Path):
+    random_model(tmp_path / "m.gguf", "llama")
+    model = open_model(tmp_path / "m.gguf")
+    pairs = {Q: pair(*model.gguf.entries[Q].shape)}
+    with pytest.raises(
+        InputError, match=rf"{Q}: the adapter's values, or its scale, are too large"
+    ):
+        adapted(model, [(Adapter("llama", 1e38, pairs), 1e3)])
+
+
+def test_what_a_killed_merge_left_is_removed(settings: Merge, tmp_path: Path):
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    left = tmp_path / f".out.gguf.0.{ended.pid}.part"
+    left.write_bytes(b"half")
+    merge.run(settings)
+    assert settings.output.exists() and not left.exists()

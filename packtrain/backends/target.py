@@ -50,6 +50,11 @@ class Target:
         """Whether everything is in the process's own memory."""
         return all(backend.space == HOST for backend in self.every)
 
+    @property
+    def aside(self) -> set[str]:
+        """Spaces that are counted apart and yet are memory of this process, such as cpu:1's."""
+        return {b.space for b in self.every if b.space != HOST and b.capacity is None}
+
     def beyond(self, space: str, buffers: Sequence[int]) -> int:
         """By how much more than these sizes buffers get there, see Backend.pool."""
         found = next((b for b in self.every if b.space == space), None)

@@ -78,8 +78,9 @@ def check_room(
     if total <= limit:
         return
     used += SLACK
+    total += SLACK  # so that a size that is told is enough for the next process, too
     least = used + own(STEP)
-    each = max((total + SLACK - least) / max(cells - STEP, 1), 1.0)
+    each = max((total - least) / max(cells - STEP, 1), 1.0)
     most = min(STEP + int((limit - least) / each) // STEP * STEP, cells)
     while most > 0 and used + own(most) > limit:
         most -= STEP

@@ -31,12 +31,15 @@ def write_corpus(text: Text, folder: Path, say: Say) -> None:
     """Fill the folder. Raises InputError for bad text."""
     sources = corpus_documents.find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
+    packed = any(
+        source.path.suffix == ".gz" for source in sources
+    )  # how much is in them is unknown
 
     def read(doing: str, reports: list[Report]) -> Iterator[Piece]:
         return _reported(
             corpus_documents.read_documents(sources, text.separator, reports, text.kept),
             doing,
-            total,
+            0 if packed else total,
             say,
         )
 
@@ -74,12 +77,13 @@ def _reports(text: Text, sources: Iterable[Source]) -> list[Report]:
 
 
 def _reported(pieces: Iterable[Piece], doing: str, nbytes: int, say: Say) -> Iterator[Piece]:
-    """The same pieces; prints progress every few seconds."""
+    """The same pieces; prints progress every few seconds. nbytes  of all, 0 if they are unknown."""
     done, printed = 0, time.monotonic()
+    of = f" of {nbytes / 1e6:,.0f}" if nbytes else ""
     for piece in pieces:
         if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
             printed = time.monotonic()
-            say(f"{doing}: {done / 1e6:,.0f} of {nbytes / 1e6:,.0f} MB")
+            say(f"{doing}: {done / 1e6:,.0f}{of} MB")
         yield piece
         done += len(piece.text.encode())
 

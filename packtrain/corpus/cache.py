@@ -30,8 +30,8 @@ class Corpus:
     notes: tuple[str, ...]
 
 
-def prepare(text: Text, cache: Path, say: Say) -> Corpus:
-    """The corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError for bad text."""
+def prepare(text: Text, cache: Path, say: Say, memory: str | None = None) -> Corpus:
+    """The corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError for bad text, and as `make`."""
     if not 0 <= text.val_split <= 0.5:
         raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
     sources = find_sources(text.data)
@@ -44,7 +44,7 @@ def prepare(text: Text, cache: Path, say: Say) -> Corpus:
     except (OSError, ValueError):  # missing or damaged
         request = asdict(text) | {"data": str(text.data)}
         request["vocab"] = str(text.vocab) if text.vocab else None
-        make(folder, __package__, request, say)
+        make(folder, __package__, request, say, memory)
         found = read_corpus(folder, parts)
     return replace(found, notes=(*left_out(text.data, sources), *found.notes))
 

@@ -6,16 +6,19 @@ Memory is bounded by the longest record. A bad record goes to the file's Report;
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from packtrain.corpus.columns import column_rows
-from packtrain.corpus.report import Report
+from packtrain.corpus.report import Report, reading
 from packtrain.corpus.streams import ARRAY, COLUMNS, TABLES, as_utf_8, kind_of, opened, text_chunks
 from packtrain.corpus.tables import table_rows
 from packtrain.errors import InputError
 
 LONGEST = 1 << 26  # characters of one record
+TOO_LONG = f"has more than {LONGEST:,} characters; a record may have as many"
+NULS = ", and this is not a text file: it begins with NULs"
 SOMETHING = re.compile(r"[^ \t\r\n]")
 
 
@@ -46,10 +49,12 @@ def read_records(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
 def _lines(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
     path = report.path
     with opened(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
+            where = reading["place"] = f"{path}: line {number}"
+            if len(line) > LONGEST:
+                raise InputError(f"{where} {TOO_LONG}{NULS if 0 in line[:9] else ''}")
             if not line.strip():
                 continue
-            where = f"{path}: line {number}"
             try:
                 value = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
@@ -77,7 +82,7 @@ class _Array:
             raise InputError(f"{self.path} must be an array; with one record a line it is a .jsonl")
         self._move(self.at + 1)
         while self._next() != "]":
-            where = f"{self.path}: line {self.line}"
+            where = reading["place"] = f"{self.path}: line {self.line}"
             yield where, self._value()
             if self._next() == ",":
                 self._move(self.at + 1)
@@ -92,7 +97,9 @@ class _Array:
             try:
                 value, end = self._decode(self.text, self.at)
             except (ValueError, RecursionError) as error:
-                if len(self.text) - self.at < LONGEST and self._read():
+                if len(self.text) - self.at >= LONGEST:
+                    raise InputError(f"{self.path}: line {self.line} {TOO_LONG}") from None
+                if self._read():
                     continue  # the rest may follow
                 at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
                 line = self.line + self.text.count("\n", self.at, at)

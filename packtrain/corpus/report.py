@@ -14,6 +14,7 @@ from packtrain.errors import InputError
 from packtrain.words import plural, shortlist
 
 FEW = 5  # bad records listed
+reading = {"place": "the data"}  # in this process: file and row
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class Report:
     named: bool = False  # whether the fields are known, from the first record that has some
 
     def __post_init__(self) -> None:
+        reading["place"] = str(self.path)
         self.given = read_columns(self.columns)
 
     def reject(self, error: InputError) -> None:
@@ -76,6 +78,7 @@ class Report:
 
     def record(self, value: Any, where: str) -> Any:
         """The record with its columns named as fields. Raises InputError."""
+        reading["place"] = where
         if not isinstance(value, dict):
             return value
         if not self.named:

@@ -40,7 +40,13 @@ def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
             kernels.load()
         plans = planned_here(unlimited(shape, request), request)
     else:
-        plans, change = searched(shape, request, say)
+        direct = math.inf  # bytes without a search, where that would be the largest
+        if private_nbytes() + searching_nbytes(shape) > most:
+            plans = planned_here(unlimited(shape, request), request)
+            direct = held(plans, HOST)
+        if direct > most or full(plans, request.limits, ""):
+            plans, change = searched(shape, request, say)
+            plans = replace(plans, searching=int(min(plans.searching, direct)))
         less = kernels.unsure + REUSED_NBYTES * request.runs
         if plans.needed_nbytes - less <= most and (request.runs or kernels.unsure):
             kernels.load()
@@ -67,7 +73,9 @@ def followed(shape: StepShape, request: Request) -> Plans:
 
 def searched(shape: StepShape, request: Request, say: Say) -> tuple[Plans, str]:
     """Search plans within the limits; if none fit, also returns a change that would."""
-    limits = request.limits
+    limits = dict(request.limits)
+    if HOST in limits:
+        limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}
     shown = limits.get(request.target.space, min(limits.values()))
 
     @cache
@@ -81,6 +89,7 @@ def searched(shape: StepShape, request: Request, say: Say) -> tuple[Plans, str]:
         answer = ask(late, search, shape, replace(request, limits=within))
         plans = planned_here(answer.shape, request, searching)
         beyond = {space: max(held(plans, space) - most, 0) for space, most in limits.items()}
+        beyond |= dict.fromkeys(request.target.aside & beyond.keys(), beyond.get(HOST, 0))
         if not answer.fits or not any(beyond.values()):
             return plans, answer.change
         # twice what was missed: each search leaves the process a little larger
@@ -155,7 +164,8 @@ def refusal(plans: Plans, change: str, limit: int) -> str:
     """The message: the limit, the smallest one that fits, the largest buffers at its peak, and the cheapest change."""
     least = enough(plans)
     lines = [
-        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(least)}",
+        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(least)}, or up to"
+        f" {size_text(SPARE_NBYTES)} less",
         f"  {_described(plans)}",
         *rows(plans, -(-least // MIB) * MIB - plans.total_nbytes),
         *_owners(plans, HOST),

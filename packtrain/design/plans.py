@@ -141,8 +141,8 @@ class Plans:
 
     @property
     def total_nbytes(self) -> int:
-        """The most bytes that the process takes."""
-        return self.baseline + self.nbytes
+        """The most bytes that the process takes, in all of its memories."""
+        return self.baseline + self.nbytes + sum(map(self.nbytes_in, self.target.aside))
 
     @property
     def needed_nbytes(self) -> int:

@@ -24,14 +24,20 @@ from packtrain.collecting import not_collecting
 from packtrain.errors import DoesNotFit
 from packtrain.kernels import machine, runtime, store
 from packtrain.kernels.crew import AVAILABLE, start, threads
+from packtrain.memory import private_nbytes
 
 MIB = 1 << 20
-LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
-SINGLE_NBYTES = 132 * MIB  # of a child that ends after one module; 54 are numba and numpy
+# most private memory in MiB of a child that compiles several modules, and of one that ends after one module;
+# 38 are numba and numpy
+LASTING, SINGLE = 320, 152
+LARGER = {"rounded": 330}  # modules that take more, and have a child of their own
 CHILDREN = 2  # most at a time
 loaded: dict[str, Any] = {}  # the modules of this process
 found_complete = set[str]()  # those whose compiled code is there, and that of all they need
 loading = threading.RLock()
+budget: int | None = (
+    None  # most private memory of this process and its children, where a call has no limit
+)
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
 
@@ -42,21 +48,22 @@ class Way:
     children: int
     lasting: bool
 
-    @property
-    def nbytes(self) -> int:
-        return self.children * (LASTING_NBYTES if self.lasting else SINGLE_NBYTES)
+    def nbytes(self, names: Collection[str]) -> int:
+        """Most private memory of the children while they compile these modules."""
+        alone = max((LARGER.get(name, SINGLE) for name in names), default=SINGLE)
+        return self.children * MIB * (max(LASTING, alone) if self.lasting else alone)
 
 
 WAYS = (Way(2, True), Way(2, False), Way(1, True), Way(1, False))  # the fastest first
 
 
-def way(limit: int | None, used: int) -> Way:
-    """The fastest way to compile within the limit, given `used` bytes of this process. Raises DoesNotFit."""
+def way(limit: int | None, used: int, names: Collection[str]) -> Way:
+    """The fastest way to compile these modules within the limit, beside `used` bytes. Raises DoesNotFit."""
     most = min(runtime.allowed_cpus(), CHILDREN)
     for one in WAYS:
-        if one.children <= most and (limit is None or used + one.nbytes <= limit):
+        if one.children <= most and (limit is None or used + one.nbytes(names) <= limit):
             return one
-    least = -(-(used + WAYS[-1].nbytes) // MIB)
+    least = -(-(used + WAYS[-1].nbytes(names)) // MIB)
     raise DoesNotFit(
         f"--memory: compiling kernels needs {least} MiB; run `packtrain compile` first, or give --memory {least}MiB"
     )
@@ -67,10 +74,13 @@ def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> 
 
     With a limit, all processes together stay within it; this one has `used` bytes. Raises DoesNotFit.
     """
-    if not store.missing(names):
+    missing = store.missing(names)
+    if not missing:
         store.keep()
         return 0
-    chosen = way(limit, used)
+    if limit is None and budget is not None:
+        limit, used = budget, private_nbytes()
+    chosen = way(limit, used, missing)
     with alone(store.target() / "lock"):
         missing = store.missing(names)
         if missing:
@@ -85,6 +95,8 @@ def _compile(names: list[str], chosen: Way) -> None:
     progress.begin()
     error = Compiling(names, progress.done).run(chosen)
     progress.end()
+    if error and budget is not None:
+        raise MemoryError(error)
     if error:
         runtime.say(f"the compiling child failed ({error}); compiling in this process")
 
@@ -195,11 +207,12 @@ class Compiling:
                 name = self._take()
                 while name is not None:
                     with self._child(errors) as child:
-                        while name is not None:
+                        goes_on = True
+                        while name is not None and goes_on:
                             _ask(child, name)
                             self._finish(name)
-                            name = self._take() if lasting else None
-                    name = name or self._take()
+                            last, name = name, self._take()
+                            goes_on = lasting and not LARGER.keys() & {last, name}
             except (OSError, ChildProcessError) as error:
                 errors.seek(0)
                 lines = errors.read().strip().splitlines()
@@ -284,7 +297,11 @@ def _from_cache(name: str) -> Any:
         try:
             checksum = (folder / store.COMPLETE).read_text("utf-8", "replace")
             return machine.load(name, folder, checksum, with_numba)
-        except (machine.Damaged, OSError):
+        except (machine.Damaged, OSError) as error:
+            if budget is not None and isinstance(
+                error, OSError
+            ):  # it may be the bound that refuses
+                raise MemoryError(str(error)) from None
             runtime.say(f"{folder} is damaged")
             store.distrust(folder)
             prepare([name])

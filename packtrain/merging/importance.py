@@ -78,7 +78,8 @@ def load(path: Path) -> Importance:
         if name + COUNTS not in gguf.entries:
             raise InputError(f"{path}: {name}{COUNTS} is missing")
         total, seen = (gguf.array(name + end) for end in (SUMS, COUNTS))
-        if total.dtype != np.float32 or seen.dtype != np.float32 or total.size % max(seen.size, 1):
+        uneven = not total.size or not seen.size or total.size % seen.size
+        if total.dtype != np.float32 or seen.dtype != np.float32 or uneven:
             raise InputError(
                 f"{path}: {name}{SUMS} and {name}{COUNTS} must be F32, a row of sums for each count"
             )
@@ -127,6 +128,9 @@ def measure(
             _read(streams, streams.block(i), found, stored)
             done(number * count + i + 1, len(groups) * count)
     sums = {name: total.astype(np.float32) for name, total in found.sums.items()}
+    for name, total in sums.items():
+        if not np.isfinite(total).all():
+            raise InputError(f"the inputs of {name} are not finite; weights may be damaged")
     size = groups[0][0]["tokens"].shape[-1]
     rows = sum(int((~padding(b)).any(-1).sum()) for batches in groups for b in batches)
     counts = {n: total.astype(np.float32) for n, total in found.counts.items()}

@@ -48,6 +48,7 @@ def merged_only(adapter: Adapter) -> list[str]:
     return [name for name in known if name in found]
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def adapted(
     model: ModelFile, adapters: Sequence[Scaled], *, by_token: bool = False, aware: bool = False
 ) -> ModelFile:
@@ -67,6 +68,8 @@ def adapted(
         added[name + A] = np.concatenate([a for a, _ in pairs], axis=inner)
         scaled = [by * b for by, (_, b) in zip(scales, pairs, strict=True)]
         added[name + B] = np.concatenate(scaled, axis=-1)
+        if not np.isfinite(added[name + B]).all():
+            raise InputError(f"{name}: the adapter's values, or its scale, are too large")
         ranks.append((name, added[name + B].shape[-1]))
         rows = [b.shape[-1] for _, b in pairs]
         owners.append((name, tuple(np.repeat([n for n, *_ in ours], rows).tolist())))

@@ -22,7 +22,7 @@ from packtrain.samples.mask import Masker, Sample, windows
 from packtrain.samples.messages import Conversation, Pair
 from packtrain.samples.render import Renderer
 from packtrain.samples.store import SampleFile, write_samples
-from packtrain.template import ChatTemplate, Chosen, choose_template, template_source
+from packtrain.template import MEMORY, ChatTemplate, Chosen, choose_template, template_source
 from packtrain.tokenizer import Tokenizer
 from packtrain.words import plural
 
@@ -38,6 +38,8 @@ UNLIKE = {
     True: "is no pair of answers; for this loss it must have prompt, chosen and rejected",
     False: "is a pair of answers, chosen and rejected; such data is for finetune --loss dpo, ipo, simpo or orpo",
 }
+RENDERER_NBYTES = 16 << 20  # of a process that renders nothing yet; 10 to 12 were measured
+RENDERING = 4  # the part of the room that rendering takes
 UNTRAINED = "samples left out because they have no tokens to train on"
 
 
@@ -80,11 +82,11 @@ def parts_of(recipe: Recipe, sources: Iterable[Source]) -> tuple[str, ...]:
     return (TRAIN, VALID) if recipe.val_split or any(s.part for s in sources) else (TRAIN,)
 
 
-def write_dataset(recipe: Recipe, folder: Path, say: Say) -> None:
+def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = None) -> None:
     """Fill the folder. Raises InputError for bad data."""
     file = GGUF(recipe.model)
     try:
-        maker = Maker(recipe, file.metadata)
+        maker = Maker(recipe, file.metadata, MEMORY if room is None else room // RENDERING)
     except InputError as error:
         raise InputError(f"{recipe.model}: {error}") from None
     sources = sources_of(recipe)
@@ -195,8 +197,10 @@ def _check_filled(recipe: Recipe, files: Mapping[str, SampleFile], notes: list[s
 class Maker:
     """Turns records into samples; `messages` then reports what may surprise."""
 
-    def __init__(self, recipe: Recipe, metadata: Mapping[str, Any]) -> None:
-        self.recipe, self._metadata = recipe, metadata
+    def __init__(
+        self, recipe: Recipe, metadata: Mapping[str, Any], rendering: int = MEMORY
+    ) -> None:
+        self.recipe, self._metadata, self._rendering = recipe, metadata, rendering
         self.masker = Masker(Tokenizer(metadata), recipe.everything)
         self.notes: Counter[str] = Counter()
         self._chosen: dict[bool, Chosen] = {}  # for conversations with tools, and without
@@ -226,7 +230,7 @@ class Maker:
                 "" if id is None else tokenizer.piece(id).decode(errors="replace")
                 for id in (tokenizer.bos, tokenizer.eos)
             )
-            template = ChatTemplate(one.source, bos, eos)
+            template = ChatTemplate(one.source, bos, eos, memory=self._rendering)
             self._renderers[one] = Renderer(template, self.masker.ends, self.recipe.last_only)
         return self._renderers[one]
 

@@ -37,8 +37,8 @@ class Dataset:
     places: tuple[str, ...] = ()
 
 
-def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
-    """The samples of a recipe, cached in a folder of `cache`. Raises InputError for bad data."""
+def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) -> Dataset:
+    """The samples of a recipe, cached in a folder of `cache`. Raises InputError for bad data, and as `make`."""
     if not 0 <= recipe.val_split <= 0.5:
         raise InputError(f"--val-split: {recipe.val_split:g} must be from 0 to 0.5")
     sources, file = sources_of(recipe), GGUF(recipe.model)
@@ -55,7 +55,7 @@ def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
         found = read_dataset(folder, parts, size, names)
     except (OSError, ValueError):  # missing or damaged
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
-        make(folder, __package__, request, say)
+        make(folder, __package__, request, say, memory)
         found = read_dataset(folder, parts, size, names)
     notes = *left_out(recipe.data, sources), *found.notes
     return replace(found, fingerprint=fingerprint, notes=notes)

@@ -68,8 +68,8 @@ class Masker:
         spans = [
             (_nbytes(text, a - dropped), _nbytes(text, b - dropped)) for a, b in rendered.spans
         ]
-        places = np.array(list(places_of(self.tokenizer, ids[added:], text.encode())), np.int64)
-        begins, ends = places.reshape(-1, 2).T
+        places = chain.from_iterable(places_of(self.tokenizer, ids[added:], text.encode()))
+        begins, ends = np.fromiter(places, np.int64).reshape(-1, 2).T
         weights = np.zeros(len(ids), np.uint8)
         learnt, raw = weights[added:], text.encode()
         for begin, end in spans:

@@ -8,7 +8,7 @@ import numpy as np
 from packtrain.errors import InputError
 from packtrain.sampling.bias import logit_bias
 from packtrain.sampling.candidates import Candidates
-from packtrain.sampling.cut import Cut, cut
+from packtrain.sampling.cut import Cut, cut, place_of
 from packtrain.sampling.draw import draw, draws
 from packtrain.sampling.dry import Breakers, dry
 from packtrain.sampling.min_p import min_p
@@ -80,6 +80,7 @@ class Chain:
         self.recent, self.mu = [*recent], 2 * sampling.mirostat_ent
         self._breakers, self._biases = breakers or {}, sampling.biases
         self._steps = [STEPS[name] for name in sampling.order]
+        self._place = Cut() if constraint else place_of(sampling)  # a grammar decides, too
 
     def copy(self) -> "Chain":
         """A chain of the same state that goes its own way."""
@@ -96,8 +97,7 @@ class Chain:
         """What must leave the device for the token `ahead` of the next one."""
         if self.whole:
             return Cut()
-        index, constrained = self.index + ahead, self._constraint is not None
-        return cut(self.sampling, self.seed, index, constrained=constrained)
+        return cut(self._place, self.sampling, self.seed, self.index + ahead)
 
     def choose(self, given: Given) -> int:
         """The next token, out of what left the device; of equal logits the lowest id wins.

@@ -4,7 +4,6 @@ This is the only place that decides it.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from packtrain.sampling.settings import Sampling
 
@@ -28,17 +27,15 @@ class Cut:
     counts: tuple[int, int, int] = (1, 0, 0)
 
 
-def cut(s: Sampling, seed: int, index: int, *, constrained: bool = False) -> Cut:
-    """Where to cut a chain with these settings, for the token `index`; constrained: a grammar decides, too."""
-    found = Cut() if constrained else _place(s)
-    if found.leaves != TOKEN or found.numbers[0] <= 0:  # no draw
-        return found
-    return replace(found, counts=(s.top_k, seed, index)) if seed < SEEDS else Cut(CANDIDATES)
+def cut(place: Cut, s: Sampling, seed: int, index: int) -> Cut:
+    """Where to cut a chain with these settings for the token `index`; `place` is where for any token."""
+    if place.leaves != TOKEN or place.numbers[0] <= 0:  # no draw
+        return place
+    return replace(place, counts=(s.top_k, seed, index)) if seed < SEEDS else Cut(CANDIDATES)
 
 
-@lru_cache(maxsize=256)
-def _place(s: Sampling) -> Cut:
-    """The same for any token."""
+def place_of(s: Sampling) -> Cut:
+    """Where to cut a chain with these settings for any token."""
     biases = s.biases.values()
     if s.mirostat or any(bias > 0 for bias in biases):
         return Cut()

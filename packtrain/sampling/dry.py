@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -79,16 +80,17 @@ def find_breakers(
     texts: Iterable[str], pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
     """Tokens with which a breaker can begin or that have one inside, and the ids that complete it."""
-    found: dict[int, list[tuple[int, ...]]] = {}
+    found: dict[int, tuple[tuple[int, ...], ...]] = {}
+    shared = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:
-        sought = text.encode()[:MOST_BYTES]
+        sought, tails = text.encode()[:MOST_BYTES], dict[int, tuple[int, ...]]()
         for id, piece in enumerate(pieces):
-            if sought in piece:
-                found.setdefault(id, []).append(())
-                continue
-            for n in range(1, min(len(sought), len(piece) + 1)):
-                if piece.endswith(sought[:n]):
+            counts = range(1, min(len(sought), len(piece) + 1))
+            ends = [0] if sought in piece else [n for n in counts if piece.endswith(sought[:n])]
+            for n in ends:
+                if n not in tails:
                     rest = sought[n:].decode(errors="ignore")
-                    tail = tuple(encode(rest)[:MOST_TAIL])
-                    found.setdefault(id, []).append(tail)
+                    tails[n] = tuple(encode(rest)[:MOST_TAIL]) if n else ()
+                more = (*found.get(id, ()), tails[n])
+                found[id] = shared.setdefault(more, more)
     return found

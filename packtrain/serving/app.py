@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from packtrain.errors import InputError
 from packtrain.serving import routes
 from packtrain.serving.asked import Body
-from packtrain.serving.bodies import Bodies
+from packtrain.serving.bodies import Bodies, Heard
 from packtrain.serving.jobs import Busy
 from packtrain.serving.page import page_route
 from packtrain.serving.server import Server, TooLong
@@ -45,6 +45,7 @@ def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
             Exception: _fault,
         },
         middleware=[
+            Middleware(Heard),
             Middleware(Cors, allow_origins=["*"], allow_methods=METHODS, allow_headers=["*"]),
             Middleware(Keys, keys=keys),
         ],
@@ -111,7 +112,8 @@ async def _deep(request: Request, fault: Exception) -> Response:
 
 
 async def _busy(request: Request, fault: Exception) -> Response:
-    return JSONResponse(error(503, str(fault)), 503)
+    words = str(fault) or "the client went away before the answer"
+    return JSONResponse(error(503, words), 503, {"Retry-After": "1"})
 
 
 async def _refused(request: Request, fault: Exception) -> Response:

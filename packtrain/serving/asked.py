@@ -24,7 +24,7 @@ SETTINGS = {field.name: field for field in dataclasses.fields(Sampling)}
 FIELDS = {name: name for name in SETTINGS if name not in (*NAMES.values(), *OWN)} | NAMES
 KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 MOST_BIAS, MOST_STOPS, MOST_TOP, MOST_ANSWERS = 10_000, 64, 20, 32
-LONGEST_GRAMMAR = 1 << 16  # characters
+LONGEST_GRAMMAR, LONGEST_SAMPLERS = 1 << 16, 1 << 10  # characters
 MOST_SEED = 2**63 - 1
 LARGEST = 1e300  # what is larger is no number that anyone means
 
@@ -133,7 +133,10 @@ def sampling_of(body: Body, defaults: Sampling, tokenizer: Tokenizer) -> Samplin
                 changed[own] = body.number(name, kind, *bounds)
     if body.has("samplers"):
         given = body.get("samplers")
-        changed["samplers"] = given if isinstance(given, str) else ";".join(body.texts("samplers", 32))  # fmt: skip
+        named = given if isinstance(given, str) else ";".join(body.texts("samplers", 32))
+        if len(named) > LONGEST_SAMPLERS:
+            raise InputError(f"samplers has more than {LONGEST_SAMPLERS:,} characters")
+        changed["samplers"] = named
     if body.has("dry_sequence_breakers"):
         changed["dry_sequence_breaker"] = body.texts("dry_sequence_breakers", 64) or ("none",)
     if body.has("logit_bias"):

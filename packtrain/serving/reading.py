@@ -14,6 +14,7 @@ from packtrain.serving.server import Server
 from packtrain.serving.thoughts import FORMATS, MARKS, NONE, is_thinking
 from packtrain.serving.tools import Tools, explained
 
+BIAS_NBYTES, ID_NBYTES = 72, 36  # of one in a job that waits
 MOST_TOLD = 1 << 15  # probabilities of all answers of a request
 
 
@@ -28,12 +29,16 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
     if endless:
         ends = (f"{id}-inf" for id in sorted(server.tokenizer.ends))
         sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *ends))
+    stops = serving_asked.stops_of(body)
+    texts = *sampling.dry_sequence_breaker, *stops
+    ids = min(len(prompt), server.engine.limit)  # longer ones are refused
+    size = BIAS_NBYTES * len(sampling.logit_bias) + ID_NBYTES * ids + 4 * sum(map(len, texts))
     return Job(
         prompt=tuple(prompt),
-        sampling=sampling,
+        sampling=server.keep(sampling, size, "settings"),
         seed=serving_asked.seed_of(body, server.seed),
         count=count if most < 0 else most if count < 0 else min(count, most),
-        stops=serving_asked.stops_of(body),
+        stops=stops,
         grammar=grammar,
         slot=body.number("id_slot", -1, -1, 1 << 30),
         reuse=body.flag("cache_prompt", True),

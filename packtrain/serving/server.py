@@ -3,20 +3,20 @@
 import asyncio
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from threading import Lock, RLock
+from typing import Any, TypeVar
 
 import numpy as np
 
 from packtrain.context import Context, ContextError
 from packtrain.embedding import batches, check_texts, embeddings, normalized
 from packtrain.errors import InputError
-from packtrain.grammar import Grammar
 from packtrain.models.cache import CacheFull
 from packtrain.models.file import ModelFile
 from packtrain.samples.messages import Conversation
@@ -29,10 +29,12 @@ from packtrain.serving.styles import Style, style_of
 from packtrain.serving.thoughts import AUTO, marks_of
 from packtrain.tokenizer import Tokenizer
 
+T = TypeVar("T")
 News = tuple[int, Told] | None
 Queue = asyncio.Queue[News]
 Loop = asyncio.AbstractEventLoop
-GRAMMARS = 1 << 17  # characters of the grammars of all requests
+# of all requests together: characters of their grammars, and bytes of their prompts and settings
+ROOM = {"grammars": 1 << 17, "settings": 40 << 20}
 
 
 class TooLong(InputError):
@@ -116,7 +118,10 @@ class Server:
     reasoning: str = AUTO
     began: float = field(default_factory=time.time)
     _lock: Lock = field(default_factory=Lock)
-    _grammars: int = 0
+    _counting: Any = field(
+        default_factory=RLock
+    )  # again within itself: what is collected is forgotten
+    _sizes: Counter[str] = field(default_factory=Counter)
     _told: dict[Loop, list[tuple[Queue, News]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -157,16 +162,18 @@ class Server:
 
     # ---- jobs
 
-    def keep(self, grammar: Grammar, size: int) -> Grammar:
-        """Count a grammar, made of so many characters, as long as it is in use. Raises Busy if all are too large."""
-        if self._grammars + size > GRAMMARS:
-            raise Busy("too many large grammars are in use; try again later")
-        self._grammars += size
-        weakref.finalize(grammar, self._forget, size)
-        return grammar
+    def keep(self, made: T, size: int, kind: str = "grammars") -> T:
+        """Count what a request has, of such a size, as long as it is in use. Raises Busy if all are too large."""
+        with self._counting:
+            if self._sizes[kind] + size > ROOM[kind]:
+                raise Busy(f"too many large {kind} are in use; try again later")
+            self._sizes[kind] += size
+        weakref.finalize(made, self._forget, kind, size)
+        return made
 
-    def _forget(self, size: int) -> None:
-        self._grammars -= size
+    def _forget(self, kind: str, size: int) -> None:
+        with self._counting:
+            self._sizes[kind] -= size
 
     def check(self, job: Job) -> None:
         """Raises InputError unless the prompt has tokens, and room for one more."""

@@ -43,7 +43,9 @@ def write(
     if not any(dtype.chosen for dtype in inside.values()):
         already = not changed and any(dtype.chosen for dtype in types.values())
         raise InputError(f"--calibrate: {settings.model} {ALREADY}" if already else NOTHING)
-    read = calibration(settings.calibrate, model, events, columns=settings.columns)
+    read = calibration(
+        settings.calibrate, model, events, columns=settings.columns, memory=settings.memory
+    )
     data = enough(settings.calibrate, read)
     # loads kernels and tables, which count then
     for dtype in set(changed.values()) & set(PACKED):

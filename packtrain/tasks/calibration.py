@@ -25,12 +25,14 @@ def calibration(
     field: str = "--calibrate",
     longest: int = CONTEXT,
     columns: str | None = None,
+    memory: str | None = None,
 ) -> SampleBatches:
     """Rows of the data, the same ones each time it runs. Raises InputError for data that cannot be used."""
     existing(data, field)
     most = min(model.config.context_length, longest)
     recipe = Recipe(data, model.gguf.path, most, pairs=None, columns=columns)
-    samples = prepare(recipe, writable(cache_root() / "tokens"), events.message).train
+    cache = writable(cache_root() / "tokens")
+    samples = prepare(recipe, cache, events.message, memory).train
     return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))
 
 

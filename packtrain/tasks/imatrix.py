@@ -47,7 +47,9 @@ def imatrix(settings: Imatrix, events: Events) -> Measured:
     read = [*model.gguf.paths, *data_files(settings.data)]
     check_output(settings.output, "-o", read, settings.overwrite)
     longest = min(CONTEXT, max(settings.tokens or CONTEXT, SHORTEST))  # a row is read whole
-    rows = calibration(settings.data, model, events, "--data", longest, settings.columns)
+    rows = calibration(
+        settings.data, model, events, "--data", longest, settings.columns, settings.memory
+    )
     data = enough(settings.data, rows)
     types = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
     ways = readings(model, types, data.time, data.windows, tokens=AT_ONCE)

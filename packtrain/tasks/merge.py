@@ -113,10 +113,11 @@ def _calibrated(
         return
     assert settings.calibrate is not None
     columns, found = settings.columns, None
-    data = calibration(settings.calibrate, merging.base, events, columns=columns)
+    memory = settings.memory
+    data = calibration(settings.calibrate, merging.base, events, columns=columns, memory=memory)
     if merging.calibrated:
         ways = readings(merging.adapted, merging.calibrated, data.time, data.windows)
-        found = within(settings.memory, ways, "merge with --calibrate")
+        found = within(memory, ways, "merge with --calibrate")
         events.message(f"merging {found}, {size_text(found.nbytes)}")
     with events.counting("merging", "block") as count:
         errors = merging.write(settings.output, name, found, data, done=done, block=count)

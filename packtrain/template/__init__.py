@@ -4,10 +4,10 @@ A template comes from an untrusted file. It runs in Jinja's sandbox, in its own 
 (where the system supports that) and the length of its text. A model without a template gets that of a known family.
 """
 
-from packtrain.template.chat import ChatTemplate, TemplateError, template_source
+from packtrain.template.chat import MEMORY, ChatTemplate, TemplateError, template_source
 from packtrain.template.families import CHATML, SOURCES, Chosen, choose_template, template_named
 
 __all__ = [
-    "CHATML", "SOURCES", "ChatTemplate", "Chosen", "TemplateError", "choose_template",
+    "CHATML", "MEMORY", "SOURCES", "ChatTemplate", "Chosen", "TemplateError", "choose_template",
     "template_named", "template_source",
 ]  # fmt: skip

@@ -134,9 +134,8 @@ def main() -> None:
     source = json.loads(sys.stdin.readline())
     reply = answer(lambda: template.append(compiled(source)))
     for line in sys.stdin:
-        variables = given(json.loads(line))
         if template:
-            reply = answer(lambda variables=variables: rendered(template[0], variables))  # type: ignore[misc]
+            reply = answer(lambda line=line: rendered(template[0], given(json.loads(line))))  # type: ignore[misc]
         print(json.dumps(reply), flush=True)
 
 

@@ -28,6 +28,7 @@ from packtrain.tokenizer.table import (
 from packtrain.tokenizer.unigram import Unigrams
 from packtrain.tokenizer.wordpiece import WordPieces
 
+BATCH = 1 << 17  # characters that are encoded at a time, where they can be cut
 WHITESPACE = " \t\n\v\f\r"
 EMPTY = np.empty(0, np.int32)
 CLEANED = [
@@ -178,11 +179,26 @@ class Tokenizer:
         """The ids of parts."""
         if self.compiles and self._lane is None:
             self._lane = self.lane()
-        found = iter(self._encoded([part for part in parts if isinstance(part, str)], self._lane))
         ids: list[int] = []
-        for part in parts:
-            ids += [part] if isinstance(part, int) else _listed(next(found))
+        for batch in self._batches(parts):
+            found = iter(self._encoded([p for p in batch if isinstance(p, str)], self._lane))
+            for part in batch:
+                ids += [part] if isinstance(part, int) else _listed(next(found))
         return ids
+
+    def _batches(self, parts: Parts) -> Iterator[Parts]:
+        """The parts in several lists, so that encoding a long text takes no more memory than a short one."""
+        if sum(len(part) for part in parts if isinstance(part, str)) <= BATCH:
+            yield parts
+            return
+        for part in parts:
+            while isinstance(part, str) and len(part) > BATCH:
+                cut = self._border(part[:BATCH], 0) or self._border(part, BATCH)
+                if not cut:
+                    break
+                yield [part[:cut]]
+                part = part[cut:]
+            yield [part]
 
     def _encoded(self, texts: list[str], lane: Lane | None) -> Iterator[list[int] | np.ndarray]:
         """Ids of each text, by compiled code if there is a lane."""

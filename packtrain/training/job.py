@@ -229,7 +229,7 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
         raise InputError(
             "--data must be given: a text file, or a folder with train.txt and valid.txt"
         )
-    corpus = prepare(_text(settings), writable(cache_root() / "tokens"), say)
+    corpus = prepare(_text(settings), writable(cache_root() / "tokens"), say, settings.memory)
     config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
     for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
         say(note)

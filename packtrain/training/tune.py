@@ -240,7 +240,8 @@ def _batches(
     """Batches for training and validation, as long as the longest sample needs, and their data set."""
     length = settings.ctx or min(config.context_length, CONTEXT)
     check_context(config, length, say)
-    dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
+    cache = writable(cache_root() / "tokens")
+    dataset = prepare(_recipe(settings, length), cache, say, settings.memory)
     for note in dataset.notes:
         say(note)
     how, parts = settings.preference, [part for part in (dataset.train, dataset.valid) if part]

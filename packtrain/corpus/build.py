@@ -31,17 +31,12 @@ def write_corpus(text: Text, folder: Path, say: Say) -> None:
     """Fill the folder. Raises InputError for bad text."""
     sources = corpus_documents.find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
-    packed = any(
-        source.path.suffix == ".gz" for source in sources
-    )  # how much is in them is unknown
+    packed = any(source.path.suffix == ".gz" for source in sources)  # holds nobody knows how much
+    size = 0 if packed else total
 
     def read(doing: str, reports: list[Report]) -> Iterator[Piece]:
-        return _reported(
-            corpus_documents.read_documents(sources, text.separator, reports, text.kept),
-            doing,
-            0 if packed else total,
-            say,
-        )
+        pieces = corpus_documents.read_documents(sources, text.separator, reports, text.kept)
+        return _reported(pieces, doing, size, say)
 
     reports = _reports(text, sources)
     found = corpus_documents.survey(read("reading", reports))

@@ -22,7 +22,7 @@ from packtrain.corpus.cache import _fingerprint, read_corpus
 from packtrain.corpus.documents import split
 from packtrain.corpus.report import Report
 from packtrain.errors import DoesNotFit, InputError
-from packtrain.memory import private_nbytes
+from packtrain.memory import private_nbytes, settle
 from packtrain.tokenizer import Tokenizer
 from packtrain.vocabulary import train_vocabulary, vocabulary_of
 
@@ -409,6 +409,7 @@ def test_a_reader_stays_within_memory_or_names_the_row(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "a b"}\n' + row + "\n", encoding="utf-8")
     kernels.prepare(("tokens", "splitting"))  # in no more than the rest
+    settle()
     used = private_nbytes() + (72 << 20)
     with pytest.raises(InputError, match=r"rows.jsonl: line 2 needs more memory to be read than"):
         prepare(text_of(data), tmp_path / "cache", silent, f"{used}B")

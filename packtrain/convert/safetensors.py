@@ -54,6 +54,15 @@ class Stored:
             raise InputError(f"{self.path}: {self.name} is of type {self.kind}; it must be U8")
         return np.ndarray(self.shape, np.uint8, self.data, self.start)
 
+    def same(self, other: "Stored") -> bool:
+        """Whether both have the same type, shape and bytes."""
+        alike = (self.kind, self.shape) == (other.kind, other.shape)
+        return alike and np.array_equal(self.bytes(), other.bytes())
+
+    def bytes(self) -> np.ndarray:
+        nbytes = math.prod(self.shape) * NBYTES[self.kind]
+        return np.ndarray((nbytes,), np.uint8, self.data, self.start)
+
     def array(self) -> np.ndarray:
         return np.ndarray(self.shape, self.dtype.numpy, self.data, self.start)
 
@@ -116,7 +125,7 @@ def _entry(path: Path, data: Any, begin: int, name: str, about: Any) -> Stored:
     """One tensor of the header, checked against the file."""
     about = about if isinstance(about, dict) else {}
     kind, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if kind not in NBYTES:
+    if not isinstance(kind, str) or kind not in NBYTES:
         raise InputError(
             f"{path}: {name}: dtype is {kind!r}; it must be one of {', '.join(NBYTES)}"
         )

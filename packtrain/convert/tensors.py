@@ -210,13 +210,27 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
         tensors += _block(found, i, config, family)
     norm = f"{names.prefix}{names.norm}"
     tensors += _both(found, norm, config.traits.last_norm, (width,), config, family.norm_shift)
-    if config.tied:
-        found.tensors.pop(f"{HEAD}weight", None)  # some folders repeat the embedding
-    else:
-        tensors += _both(found, HEAD[:-1], "output", (config.vocab_size, width), config)
+    tensors += _head(found, embedding, config)
     found.check_empty()
     changes = family.changes(checkpoint.config, config)
     return [replace(t, changed=changes.get(_part(t.name))) for t in tensors]
+
+
+def _head(found: _Found, embedding: Stored, config: Config) -> Iterator[Tensor]:
+    """The output head. Some folders of tied models repeat the embedding; others have a head of their own: it counts."""
+    name, shape = f"{HEAD}weight", (config.vocab_size, config.embedding_length)
+    head, traits = found.tensors.get(name), config.traits
+    repeated = head is None or head.same(embedding)
+    if repeated and (config.tied or traits.always_tied) and not traits.always_apart:
+        found.tensors.pop(name, None)
+    elif head is None and config.tied:
+        yield Tensor("output.weight", (embedding,))
+    elif traits.always_tied:
+        raise InputError(
+            f"{found.folder}: {name} is not the embedding; files of a {traits.name} have no head of their own"
+        )
+    else:
+        yield from _both(found, HEAD[:-1], "output", shape, config)
 
 
 def _outside(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:

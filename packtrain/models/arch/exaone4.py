@@ -13,7 +13,7 @@ BLOCKS = 64  # those of the 32B, which alone has windows in llama.cpp
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     blocks, keys = sizes.block_count, Keys(vocab_size=sizes.vocab_size)
-    window, local = given.values.get("sliding_window"), given.windows(sizes.block_count)
+    window, local = given.get("sliding_window"), given.windows(sizes.block_count)
     if (blocks == BLOCKS) != bool(window and any(local)):
         right = f"a number in a model of {BLOCKS} blocks, and null in others, as in llama.cpp"
         raise given.wrong("sliding_window", window, right)

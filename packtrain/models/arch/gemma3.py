@@ -21,10 +21,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
         **gemma.keys(given, sizes),
         "attention.sliding_window": given.size("sliding_window", gemma2.TOKENS_BACK),
     }
-    local = given.rotation().get("sliding_attention")
-    base = local.get("rope_theta") if isinstance(local, dict) else None
-    base = given.get("rope_local_base_freq", BASE) if base is None else base
-    keys["rope.freq_base_swa"] = given.number("rope_local_base_freq", base)
+    keys["rope.freq_base_swa"] = given.near_base()
     if given.get("final_logit_softcapping") is not None:
         keys["final_logit_softcapping"] = given.real("final_logit_softcapping")
     return keys

@@ -78,14 +78,11 @@ def kinds(given: Given) -> dict[str, Any]:
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     blocks, found = sizes.block_count, kinds(given)
-    local = given.rotation().get(SLIDING)
-    base = local.get("rope_theta") if isinstance(local, dict) else None
-    base = given.get("rope_local_base_freq", 1e4) if base is None else base
     keys: Keys = {
         "attention.sliding_window": given.size("sliding_window"),
         "attention.sliding_window_pattern": list(found["window_pattern"]),
         "attention.shared_kv_layers": blocks - min(blocks, OWNING),
-        "rope.freq_base_swa": given.number("rope_local_base_freq", base),
+        "rope.freq_base_swa": given.near_base(),
         "embedding_length_per_layer_input": OWN,
         "altup.active_idx": 0,
         "altup.num_inputs": STREAMS,

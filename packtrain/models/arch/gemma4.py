@@ -85,7 +85,6 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     given.one_of("attention_bias", False, False)
     if given.scaling() != PROPORTIONAL:
         raise given.wrong("rope_parameters.full_attention.rope_type", given.scaling(), PROPORTIONAL)
-    local = given.rotation().get(SLIDING) or {}
     near = given.size("near_head_dim")
     keys: Keys = {
         "attention.sliding_window": given.size("sliding_window"),
@@ -96,7 +95,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
         "attention.value_length_swa": near,
         "rope.dimension_count": sizes.head_width,
         "rope.dimension_count_swa": near,
-        "rope.freq_base_swa": given.number("rope_theta", local.get("rope_theta", 1e4)),
+        "rope.freq_base_swa": given.near_base(),
     }
     if found["feed_forward_lengths"]:
         keys["feed_forward_length"] = list(found["feed_forward_lengths"])

@@ -23,7 +23,6 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 def windows(given: Given, sizes: Sizes) -> Keys:
     every = [(i + 1) % 4 != 0 for i in range(sizes.block_count)]
-    given.usual_magnitude()
     return {
         **keys(given, sizes),
         "attention.sliding_window": given.size("sliding_window"),

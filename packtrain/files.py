@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from _thread import start_new_thread
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -99,13 +99,17 @@ def _lives(pid: int) -> bool:
 
 
 @contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """`with atomic_file(path) as file:` a file that replaces `path` when the block succeeds, see atomic_path."""
-    with atomic_path(path) as part, io.BufferedWriter(_Output(part, path)) as file:
-        yield file
-        file.flush()
-        with _named(path):
-            os.fsync(file.fileno())
+def atomic_file(
+    path: str | Path, check: Callable[[Path], object] = lambda part: None
+) -> Iterator[BinaryIO]:
+    """`with atomic_file(path) as file:` a file that replaces `path` when the block and `check` succeed."""
+    with atomic_path(path) as part:
+        with io.BufferedWriter(_Output(part, path)) as file:
+            yield file
+            file.flush()
+            with _named(path):
+                os.fsync(file.fileno())
+        check(part)
 
 
 @contextmanager

@@ -308,7 +308,7 @@ def write_checkpoint(
     tensors = tensors_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if k != "experts"})
+        json.dumps({"sliding_window": None} | {k: v for k, v in config.items() if k != "experts"})
     )
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     write_safetensors(folder / "model.safetensors", tensors)

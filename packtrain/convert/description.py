@@ -139,7 +139,7 @@ def _biases(c: Given, family: Family) -> tuple[str, ...]:
 
 
 def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family) -> Keys:
-    name, default = ("layer_norm_eps", 1e-5) if architecture.layer_norms else ("rms_norm_eps", 1e-6)
+    eps = "layer_norm_eps" if architecture.layer_norms else "rms_norm_eps"
     keys: Keys = {
         "context_length": sizes.context_length,
         "embedding_length": sizes.embedding_length,
@@ -147,7 +147,7 @@ def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Fam
         "feed_forward_length": sizes.feed_forward_length,
         "attention.head_count": sizes.head_count,
         "attention.head_count_kv": sizes.head_count_kv,
-        eps_key(architecture): c.real(name, default),
+        eps_key(architecture): c.real(eps),
         "rope.freq_base": c.base(family.rope_freq_base),
     }
     width = sizes.head_width

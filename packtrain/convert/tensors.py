@@ -218,19 +218,18 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
 
 def _head(found: _Found, embedding: Stored, config: Config) -> Iterator[Tensor]:
     """The output head. Some folders of tied models repeat the embedding; others have a head of their own: it counts."""
-    name, shape = f"{HEAD}weight", (config.vocab_size, config.embedding_length)
-    head, traits = found.tensors.get(name), config.traits
-    repeated = head is None or head.same(embedding)
+    name, traits = f"{HEAD}weight", config.traits
+    head = found.tensors.get(name)
+    repeated = config.tied if head is None else head.same(embedding)
     if repeated and (config.tied or traits.always_tied) and not traits.always_apart:
         found.tensors.pop(name, None)
-    elif head is None and config.tied:
+    elif repeated and head is None:
         yield Tensor("output.weight", (embedding,))
     elif traits.always_tied:
-        raise InputError(
-            f"{found.folder}: {name} is not the embedding; files of a {traits.name} have no head of their own"
-        )
+        right = "files of its architecture have no head of their own"
+        raise InputError(f"{found.folder}: {name} is not the embedding; {right}")
     else:
-        yield from _both(found, HEAD[:-1], "output", shape, config)
+        yield from _both(found, HEAD[:-1], "output", embedding.shape, config)
 
 
 def _outside(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -5,7 +5,7 @@ Where a base multiplies what an expert gives by a factor s of its own (Gemma 4),
 s W x + B' A x: in a file of such a base B' is s B.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -186,8 +186,17 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def write_adapter(path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None) -> None:
-    """Write an adapter for llama.cpp's --lora, in f32; `base` is needed where experts may have factors."""
+def write_adapter(
+    path: str | Path,
+    adapter: Adapter,
+    name: str,
+    base: GGUF | None = None,
+    check: Callable[[Path], object] = lambda part: None,
+) -> None:
+    """Write an adapter for llama.cpp's --lora, in f32; `base` is needed where experts may have factors.
+
+    check  see gguf.write
+    """
     factors = _factors(adapter.pairs, base) if base is not None else {}
     metadata = {
         ARCHITECTURE: Value("string", adapter.architecture),
@@ -204,7 +213,7 @@ def write_adapter(path: str | Path, adapter: Adapter, name: str, base: GGUF | No
     }
     for of, by in factors.items():
         tensors[of + SUFFIXES[1]] = _times(adapter.pairs[of][1], by)
-    write(path, metadata, tensors)
+    write(path, metadata, tensors, check=check)
 
 
 def _times(b: np.ndarray, by: np.ndarray) -> Deferred:

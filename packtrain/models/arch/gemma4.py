@@ -55,6 +55,8 @@ def kinds(given: Given) -> dict[str, Any]:
         right = f"{blocks} times {SLIDING} or {FULL}"
         raise given.wrong("layer_types", given.get("layer_types"), right)
     shared, layers = (given.get(key) and given.size(key) for key in (SHARED, OWN))
+    if given.stated(OWN, "") == "":
+        raise given.wrong(OWN, None, "a whole number, or 0")
     own = blocks - shared if shared else 0
     if shared and (own < 2 or pattern[own - 1] or not pattern[own - 2]):
         right = "0, or leave a block with a window and one without as the last with keys and values"

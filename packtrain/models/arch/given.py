@@ -45,6 +45,11 @@ class Given:
         value = self.values.get(key)
         return default if value is None else value
 
+    def stated(self, key: str, default: Any = None) -> Any:
+        """A value whose null says something."""
+        self.read.add(key)
+        return self.values.get(key, default)
+
     def unread(self) -> Iterator[tuple[str, Any]]:
         """The keys that nothing asked for with their values, those of rope behind the name of their object."""
         for key, value in self.values.items():
@@ -146,7 +151,9 @@ class Given:
 
     def near_base(self, default: float = 10_000.0) -> float:
         """The base of rope in layers with a window, where it is not scaled."""
-        inner = self.rotation().get(SLIDING)
+        inner, new = self.rotation().get(SLIDING), self.get(ROPES[0])
+        if new and FULL not in new:
+            raise self.wrong(ROPES[0], new, f"an object with {FULL} and {SLIDING}")
         found = inner if isinstance(inner, dict) else {}
         base = self.get("rope_local_base_freq", default)
         for key, value in found.items():
@@ -158,15 +165,15 @@ class Given:
         return self.number("rope_local_base_freq", base)
 
     def base(self, default: float) -> float:
-        """The base of rope's frequencies."""
+        """The base of rope's frequencies; default 0: the config must say it."""
         base = self.full_rotation().get("rope_theta")
-        return self.number("rope_theta", default if base is None else base)
+        return self.number("rope_theta", (default or None) if base is None else base)
 
     def scaling(self) -> str:
         """The type of rope scaling; "default" is none."""
         found = self.full_rotation()
-        kind = found.get("rope_type")
-        kind = str((found.get("type") if kind is None else kind) or "default")
+        new, old = found.get("rope_type"), found.get("type")
+        kind = str((old if new is None else new) or "default")
         return "longrope" if kind == "su" else kind  # its former name
 
     def turned(self, head_width: int, default: float = 1.0) -> int:

@@ -69,7 +69,7 @@ ARCHITECTURE = Architecture(
                 stacked=STACKED,
             ),
             optional=lambda given: ALL_BIASES,
-            rope_freq_base=150_000.0,
+            rope_freq_base=0.0,
             head_width=64,
             ends=ENDS,
         ),

@@ -15,7 +15,8 @@ BLOCK = {
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     context = sizes.context_length
-    original = given.size(ORIGINAL, given.full_rotation().get(ORIGINAL, context))
+    usual = None if given.scaling() == "longrope" else context
+    original = given.size(ORIGINAL, given.full_rotation().get(ORIGINAL, usual))
     given.no_window()
     keys: Keys = {
         "rope.dimension_count": given.turned(sizes.head_width),

@@ -208,7 +208,8 @@ def _yarn(
     multiplier, latent = float(own.get(MULTIPLIER, 0.0)), bool(family.latent)  # type: ignore[arg-type]
     fast, slow = turns.values()
     scaling = RopeScaling("yarn", factor, 0, 1.0, fast, slow, multiplier)
-    dims, base = sizes.rope_dims or c.turned(sizes.head_width), c.base(family.rope_freq_base)
+    turned = c.turned(sizes.head_width) if architecture.partial_rope else sizes.head_width
+    dims, base = sizes.rope_dims or turned, c.base(family.rope_freq_base)
     ends = [
         dims * math.log(original / (2 * math.pi * n)) / (2 * math.log(base)) for n in (fast, slow)
     ]

@@ -20,6 +20,7 @@ from packtrain.errors import InputError
 from packtrain.files import atomic_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ".bin", ".pth", ".pt"
 LENGTH_NBYTES, LONGEST = 8, 100_000_000  # the format's own limit of its header
 READABLE = {"F32": f32, "F16": f16, "BF16": bf16}
 # bytes per element of every type of the format; more than half of them cannot be read as weights
@@ -72,9 +73,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         return open_file(folder / SINGLE)
     if not (folder / INDEX).exists():
-        raise InputError(
-            f"{folder}: there is no {SINGLE} and no {INDEX}; a checkpoint must be in safetensors files"
-        )
+        raise InputError(_without(folder))
     places = _places(folder / INDEX)
     found: dict[str, Stored] = {}
     for file in dict.fromkeys(places.values()):
@@ -85,6 +84,22 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
             f"{folder / places[missing[0]]}: tensor {missing[0]} is missing; {INDEX} lists it"
         )
     return found
+
+
+def _without(folder: Path) -> str:
+    """Why a folder has no checkpoint: which files are there instead."""
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    others = sorted(path.name for end in PICKLED for path in folder.glob(f"*{end}"))
+    if shards:
+        return f"{folder / shards[0]}: it is one of several files, and {INDEX}, which lists them, is missing; get all"
+    if others:
+        return (
+            f"{folder / others[0]}: pickled tensors are not read; load the model with transformers and save it by"
+            f" save_pretrained, which writes {SINGLE}"
+        )
+    return (
+        f"{folder}: there is no {SINGLE} and no {INDEX}; a checkpoint must be in safetensors files"
+    )
 
 
 def _places(path: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ A key that a conversion asks for is honoured or refused there. A new key may cha
 import math
 from typing import Any
 
-from packtrain.models.arch.given import FULL, PARTIAL, WINDOW, Given
+from packtrain.models.arch.given import FULL, PARTIAL, ROPES, WINDOW, Given
 
 WITHOUT_EFFECT = {
     "names and versions": """architectures model_type model_name transformers_version transformers.js_config
@@ -72,7 +72,8 @@ def check_unread(given: Given, windows: bool) -> None:
     windows  the class has windows unless `use_sliding_window` says otherwise
     """
     for key, value in given.unread():
-        inside, name = "." in key, key.rsplit(".", 1)[-1]
+        inside = key.startswith(tuple(f"{rope}." for rope in ROPES))
+        name = key.rsplit(".", 1)[-1] if inside else key
         if value is None or (name in IGNORED_ROPE if inside else _is_ignored(key)):
             continue
         if key in (WINDOW, "use_sliding_window"):

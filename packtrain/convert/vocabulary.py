@@ -100,7 +100,8 @@ class _Table:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.path = folder, folder / "tokenizer.json"
-        self.about, self.fast = _optional(folder / "tokenizer_config.json"), _optional(self.path)
+        about, special = (folder / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map"))
+        self.about, self.fast = _optional(special) | _optional(about), _optional(self.path)
         self.model = read_pieces(folder / MODEL) if (folder / MODEL).exists() else None
         unigram = self.model is not None and self.model.unigram
         self.steps = read_steps(self.path, self.fast) if self.fast and not unigram else None
@@ -312,11 +313,14 @@ def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Value]:
-    """The chat template, and others by name."""
+    """The chat template, and others by name; those in files of their own replace the tokenizer's config's."""
     given = about.get("chat_template")
-    if given is None and (folder / "chat_template.jinja").exists():
-        given = read_text(folder / "chat_template.jinja")
-    if given is None:
+    files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        given = [{"name": name, "template": read_text(path)} for name, path in files.items()]
+    elif given is None:
         given = _optional(folder / "chat_template.json").get("chat_template")
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     values_by_key: dict[str, Value] = {}

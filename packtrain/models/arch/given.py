@@ -106,8 +106,9 @@ class Given:
     def windows(self, blocks: int) -> list[bool]:
         """Whether each block has a window, by `layer_types` or the pattern; none if the config says nothing."""
         types, pattern = self.get("layer_types"), self.get("sliding_window_pattern")
-        if isinstance(types, list):
-            if len(types) != blocks or set(types) - {SLIDING, FULL}:
+        if types is not None:
+            known = isinstance(types, list) and len(types) == blocks
+            if not known or any(kind not in (SLIDING, FULL) for kind in types):
                 raise self.wrong("layer_types", types, f"{blocks} times {SLIDING} or {FULL}")
             return [kind == SLIDING for kind in types]
         if isinstance(pattern, str) and pattern:
@@ -125,8 +126,8 @@ class Given:
 
     def no_window(self, used: bool = True) -> None:
         """Refuse a window that is shorter than the context, where files of the architecture have none."""
-        window, context = self.get(WINDOW), self.get("max_position_embeddings", 0)
-        turned_on = self.get("use_sliding_window", used) and window not in (None, 0)
+        window, context = self.get(WINDOW), self.get("max_position_embeddings", MOST)
+        turned_on = self.flag("use_sliding_window", used) and window not in (None, 0)
         if turned_on and self.size(WINDOW) < context:
             right = f"null, because a file holds no window here, or at least max_position_embeddings, {context}"
             raise self.wrong(WINDOW, window, f"{right}; set that to {window} to keep within it")

@@ -181,14 +181,13 @@ def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
         return any(f".{module}".endswith(f".{name}") for name in as_list(listed))
 
     def layer() -> bool:
-        listed, patterns = (
-            config.get("layers_to_transform"),
-            config.get("layers_pattern") or "[^.]*",
+        listed, names = (config.get(f"layers_{end}") for end in ("to_transform", "pattern"))
+        names = "|".join(
+            re.escape(str(n)) for n in (names if isinstance(names, list) else [names]) if n
         )
-        every = "|".join(map(str, patterns)) if isinstance(patterns, list) else patterns
-        found = re.match(rf".*\.(?:{every})\.(\d+)\.", f".{module}.")
+        place = re.fullmatch(rf".*\.(?:{names or '[^.]*'})\.([0-9]+)\..*", f".{module}.")
         listed = listed if isinstance(listed, list) else [listed]
-        return listed == [None] or bool(found and int(found[1]) in listed)
+        return listed == [None] or bool(place and int(place[1]) in listed)
 
     if (config.get("target_modules") and not (names("target_modules") and layer())) or names(
         "exclude_modules"

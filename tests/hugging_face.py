@@ -96,7 +96,7 @@ KINDS: dict[str, Config] = {
     },
     "hunyuan": {
         "architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 24, "tie_word_embeddings": True,
-        "rope_scaling": {"type": "dynamic", "alpha": 20.0},
+        "rope_scaling": {"type": "dynamic", "alpha": 20.0, "factor": 1.0},
     },
     "olmo3": {
         "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5, "sliding_window": 4, "rope_theta": 5e5,

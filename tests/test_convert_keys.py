@@ -120,7 +120,9 @@ def test_every_attribute_of_a_class_of_transformers_is_known(tmp_path: Path) -> 
     unknown = []
     for name in classes().keys() & by_class.keys() & kinds.keys():
         config, _ = write_checkpoint(tmp_path / name, by_class[name])
-        theirs = transformers.CONFIG_MAPPING[kinds[name]](**config).to_dict()
+        theirs = transformers.CONFIG_MAPPING[kinds[name]](
+            **{k: v for k, v in config.items() if v is not None and k != "experts"}
+        ).to_dict()
         try:
             described(tmp_path / name, json.loads(json.dumps(theirs)))
         except InputError as error:

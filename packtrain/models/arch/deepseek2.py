@@ -59,7 +59,7 @@ def routing(given: Given) -> Keys:
         given.one_of("n_group", 1, 1)
     found: Keys = {
         "expert_gating_func": SIGMOID if third else SOFTMAX,
-        "expert_weights_scale": given.real("routed_scaling_factor", 1.0),
+        "expert_weights_scale": given.real("routed_scaling_factor", None if third else 1.0),
     }
     if third and given.flag("norm_topk_prob", True):
         found["expert_weights_norm"] = True

@@ -15,8 +15,8 @@ BLOCK = {
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     context = sizes.context_length
-    usual = None if given.scaling() == "longrope" else context
-    original = given.size(ORIGINAL, given.full_rotation().get(ORIGINAL, usual))
+    usual = given.full_rotation().get(ORIGINAL, context)  # longrope's is behind that of the class
+    original = given.size(ORIGINAL, None if given.scaling() == "longrope" else usual)
     given.no_window()
     keys: Keys = {
         "rope.dimension_count": given.turned(sizes.head_width),

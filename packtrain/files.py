@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from packtrain.errors import InputError
 
+Check = Callable[[Path], object]  # of a whole file before it gets its name; `bool` lets all pass
 NUMBERS = count()  # of temporary files: several threads may write one file, and the last one wins
 WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing, without waiting
 # Windows has none: no lock there
@@ -99,9 +100,7 @@ def _lives(pid: int) -> bool:
 
 
 @contextmanager
-def atomic_file(
-    path: str | Path, check: Callable[[Path], object] = lambda part: None
-) -> Iterator[BinaryIO]:
+def atomic_file(path: str | Path, check: Check = bool) -> Iterator[BinaryIO]:
     """`with atomic_file(path) as file:` a file that replaces `path` when the block and `check` succeed."""
     with atomic_path(path) as part:
         with io.BufferedWriter(_Output(part, path)) as file:

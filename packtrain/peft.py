@@ -19,6 +19,7 @@ from packtrain.convert.checkpoint import alone
 from packtrain.convert.plain import as_list, as_object, read_json
 from packtrain.convert.safetensors import Stored, open_file, write_file
 from packtrain.convert.tensors import halved, order, paired, turned_heads
+from packtrain.dtypes import WRITABLE
 from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.models.adapter import Adapter, Pair
@@ -27,7 +28,7 @@ from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING
 from packtrain.quant import dequantize, quantize
 
-CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 HALF = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?"
 )
@@ -122,11 +123,6 @@ def _embeddings(model: ModelFile) -> list[str]:
 def read_peft(folder: Path, model: ModelFile) -> Adapter:
     """The adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot hold."""
     config = _config(folder / CONFIG)
-    if not (folder / TENSORS).exists() and (folder / PICKLED).exists():
-        raise InputError(
-            f"{folder / PICKLED}: pickled tensors are not read; load the adapter with PEFT and save it again by"
-            f" save_pretrained, which writes {TENSORS}"
-        )
     halves = _halves(folder / TENSORS, config, model)
     alpha, found = 0.0, dict[str, dict[int | None, Pair]]()
     known = places(model)
@@ -181,17 +177,15 @@ def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
         return any(f".{module}".endswith(f".{name}") for name in as_list(listed))
 
     def layer() -> bool:
-        listed, names = (config.get(f"layers_{end}") for end in ("to_transform", "pattern"))
-        names = "|".join(
-            re.escape(str(n)) for n in (names if isinstance(names, list) else [names]) if n
-        )
-        place = re.fullmatch(rf".*\.(?:{names or '[^.]*'})\.([0-9]+)\..*", f".{module}.")
+        listed, inside = (config.get(f"layers_{end}") for end in ("to_transform", "pattern"))
+        inside = [inside] if isinstance(inside, str) else as_list(inside)
+        every = "|".join(re.escape(str(name)) for name in inside) or "[^.]*"
+        place = re.fullmatch(rf".*\.(?:{every})\.([0-9]+)\..*", f".{module}.")
         listed = listed if isinstance(listed, list) else [listed]
         return listed == [None] or bool(place and int(place[1]) in listed)
 
-    if (config.get("target_modules") and not (names("target_modules") and layer())) or names(
-        "exclude_modules"
-    ):
+    targeted = not config.get("target_modules") or (names("target_modules") and layer())
+    if not targeted or names("exclude_modules"):
         raise InputError(
             f"{path}: {module} has A and B, and target_modules, exclude_modules or layers_to_transform leave it out;"
             " PEFT would not use them: remove one or the other"
@@ -256,17 +250,20 @@ def _is_copy(path: Path, name: str, stored: Stored, model: ModelFile) -> bool:
     if module not in (*_embeddings(model), HEAD):
         return False
     tensor = EMBEDDING if model.config.tied or module != HEAD else "output.weight"
-    base, values = model.gguf.array(tensor), stored.array()
-    dtype = model.gguf.entries[tensor].dtype
-    for at in range(0, len(values), ROWS):
-        rows = dequantize(values[at : at + ROWS])
-        if values.shape != model.gguf.entries[tensor].shape or not np.array_equal(
-            quantize(rows, dtype).view(np.uint8), base[at : at + ROWS].view(np.uint8)
-        ):
-            raise InputError(
-                f"{path}: {name} is not {tensor} of {model.gguf.path} as {dtype}: the adapter brings its own;"
-                " use the adapter's base, not quantized, or merge it with PEFT"
-            )
+    base, values, entry = model.gguf.array(tensor), stored.array(), model.gguf.entries[tensor]
+    if (
+        entry.shape != values.shape
+        or entry.dtype not in WRITABLE
+        or any(
+            quantize(dequantize(values[i : i + ROWS]), entry.dtype).tobytes()
+            != base[i : i + ROWS].tobytes()
+            for i in range(0, len(values), ROWS)
+        )
+    ):
+        raise InputError(
+            f"{path}: {name} is not {tensor} of {model.gguf.path} as {entry.dtype}: the adapter brings its own;"
+            " use the adapter's base, not quantized, or merge it with PEFT"
+        )
     return True
 
 

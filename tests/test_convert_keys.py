@@ -276,13 +276,13 @@ def test_a_file_that_cannot_run_is_not_written(
     [
         (
             "pytorch_model.bin",
-            r"pytorch_model\.bin: pickled tensors are not read; load the model with transformers",
+            r"pytorch_model\.bin: pickled tensors are not read; load it with transformers",
         ),
         (
             "model-00001-of-00002.safetensors",
             r"00002\.safetensors: it is one of several files, and model\.safe",
         ),
-        ("other.txt", r"m: there is no model\.safetensors and no"),
+        ("other.txt", r"m/model\.safetensors: is missing; tensors must"),
     ],
 )
 def test_files_that_are_there_instead_are_named(name: str, said: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from packtrain.generation import Generator
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.adapter import read_adapter
 from packtrain.models.file import open_model
-from packtrain.peft import CONFIG, FIELD_KINDS, FIELDS, PICKLED, TENSORS, read_peft
+from packtrain.peft import CONFIG, FIELD_KINDS, FIELDS, TENSORS, read_peft
 from tests import hugging_face
 from tests.hugging_face import write_checkpoint, write_safetensors
 
@@ -281,8 +281,8 @@ def test_a_copy_of_the_head_beside_an_adapter_is_the_bases(llama: Path, times: i
 
 
 def test_pickled_adapters_are_named(llama: Path):
-    (llama / "lora" / TENSORS).rename(llama / "lora" / PICKLED)
+    (llama / "lora" / TENSORS).rename(llama / "lora/adapter_model.bin")
     with pytest.raises(
-        InputError, match=r"adapter_model\.bin: pickled tensors are not read; load the"
+        InputError, match=r"adapter_model\.bin: pickled tensors are not read; load it"
     ):
         read_peft(llama / "lora", open_model(llama / "base.gguf"))

@@ -77,7 +77,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     if (
         not given.get(NEW_ACT) or architecture.name == "gemma"
     ):  # the others of that key do not read the old one
-        loose = ("gelu",) if architecture.name.startswith(TANH) else ()
+        loose = ("gelu",) if architecture.gelu and architecture.name.startswith(TANH) else ()
         given.one_of("hidden_act", activations[0], *activations, *loose)
     sizes = _sizes(given, family)
     config = Config(
@@ -202,42 +202,35 @@ def _yarn(
     """YaRN by its keys; by divisors of frequencies where llama.cpp reads no keys for its ramp, but divisors."""
     found, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, found.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
-    keys["rope.scaling.original_context_length"] = int(original)
     turns = {key: c.number(f"rope_scaling.{key}", found.get(key) or n) for key, n in YARN.items()}
     keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if found.get(key)}
-    multiplier, latent = float(own.get(MULTIPLIER, 0.0)), bool(family.latent)  # type: ignore[arg-type]
-    fast, slow = turns.values()
-    scaling = RopeScaling("yarn", factor, 0, 1.0, fast, slow, multiplier)
+    keys["rope.scaling.original_context_length"] = int(original)
+    (fast, slow), latent = turns.values(), bool(family.latent)
+    scaling = RopeScaling("yarn", factor, 0, 1.0, fast, slow, float(str(own.get(MULTIPLIER, 0.0))))
     turned = c.turned(sizes.head_width) if architecture.partial_rope else sizes.head_width
-    dims, base = sizes.rope_dims or turned, c.base(family.rope_freq_base)
-    ends = [
-        dims * math.log(original / (2 * math.pi * n)) / (2 * math.log(base)) for n in (fast, slow)
-    ]
-    cut = found.get("truncate") is not False
-    exact = (math.floor(ends[0]), math.ceil(ends[1])) if cut else ends
-    low, high = max(exact[0], 0), min(exact[1], dims - 1)
-    grown, divisors = _growth(c, found, factor), dict[str, np.ndarray]()
-    wrong = [
-        key
-        for key, n in turns.items()
-        if n != YARN[key] and f"rope.scaling.yarn_{key}" not in architecture.keys
-    ]
-    wrong += [] if cut or (low, high) == scaling.blend(dims, base, int(original)) else ["truncate"]
+    place = sizes.rope_dims or turned, c.base(family.rope_freq_base), int(original)
+    low, high = scaling.blend(*place, truncate=found.get("truncate") is not False) or (0.0, 1.0)
+    same = (low, high) == scaling.blend(*place)
+    others = {
+        key: n for key, n in YARN.items() if f"rope.scaling.yarn_{key}" not in architecture.keys
+    }
+    wrong = {k: n for k, n in others.items() if turns[k] != n} | (
+        {} if same else {"truncate": True}
+    )
+    longer = _growth(c, found, factor)
     if wrong and FACTORS in architecture.optional:
-        ramp = np.clip((np.arange(dims // 2) - low) / (max(high - low, 1e-3)), 0, 1)
-        divisors[FACTORS] = (1 / (1 - ramp + ramp / factor)).astype(np.float32)
-        return {ATTN_FACTOR: grown}, divisors
-    if wrong:
-        right = {**YARN, "truncate": True}[wrong[0]]
-        raise c.wrong(
-            f"rope_scaling.{wrong[0]}",
-            found.get(wrong[0]),
-            f"{right}: files of a {architecture.name} hold no other",
-        )
-    more = grown / scaling.magnitude(factor, latent)
-    if abs(more - 1) > CLOSE and latent:
+        ramp = np.clip((np.arange(place[0] // 2) - low) / (high - low), 0, 1)
+        divisors = (1 / (1 - ramp + ramp / factor)).astype(np.float32)
+        return {ATTN_FACTOR: longer}, {FACTORS: divisors}
+    for key, n in wrong.items():
+        right = f"{n}: files of a {architecture.name} hold no other"
+        raise c.wrong(f"rope_scaling.{key}", found.get(key), right)
+    more = longer / scaling.magnitude(factor, latent)
+    if abs(more - 1) <= CLOSE:
+        return keys, {}
+    if latent:
         raise c.wrong("rope_scaling.attention_factor", found.get("attention_factor"), "left out")
-    return keys | ({ATTN_FACTOR: more} if abs(more - 1) > CLOSE else {}), divisors
+    return keys | {ATTN_FACTOR: more}, {}
 
 
 def _growth(c: Given, found: Mapping[str, Any], factor: float) -> float:

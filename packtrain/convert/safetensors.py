@@ -20,7 +20,7 @@ from packtrain.errors import InputError
 from packtrain.files import atomic_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = ".bin", ".pth", ".pt"
+ENDS = (".safetensors",), (".bin", ".pth", ".pt")
 LENGTH_NBYTES, LONGEST = 8, 100_000_000  # the format's own limit of its header
 READABLE = {"F32": f32, "F16": f16, "BF16": bf16}
 # bytes per element of every type of the format; more than half of them cannot be read as weights
@@ -57,12 +57,11 @@ class Stored:
 
     def same(self, other: "Stored") -> bool:
         """Whether both have the same type, shape and bytes."""
-        alike = (self.kind, self.shape) == (other.kind, other.shape)
-        return alike and np.array_equal(self.bytes(), other.bytes())
-
-    def bytes(self) -> np.ndarray:
-        nbytes = math.prod(self.shape) * NBYTES[self.kind]
-        return np.ndarray((nbytes,), np.uint8, self.data, self.start)
+        if (self.kind, self.shape) != (other.kind, other.shape):
+            return False
+        size = math.prod(self.shape) * NBYTES[self.kind]
+        mine, its = (np.ndarray((size,), np.uint8, s.data, s.start) for s in (self, other))
+        return np.array_equal(mine, its)
 
     def array(self) -> np.ndarray:
         return np.ndarray(self.shape, self.dtype.numpy, self.data, self.start)
@@ -73,7 +72,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         return open_file(folder / SINGLE)
     if not (folder / INDEX).exists():
-        raise InputError(_without(folder))
+        raise InputError(_missing(folder / SINGLE))
     places = _places(folder / INDEX)
     found: dict[str, Stored] = {}
     for file in dict.fromkeys(places.values()):
@@ -86,20 +85,15 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def _without(folder: Path) -> str:
-    """Why a folder has no checkpoint: which files are there instead."""
-    shards = sorted(path.name for path in folder.glob("*.safetensors"))
-    others = sorted(path.name for end in PICKLED for path in folder.glob(f"*{end}"))
-    if shards:
-        return f"{folder / shards[0]}: it is one of several files, and {INDEX}, which lists them, is missing; get all"
-    if others:
-        return (
-            f"{folder / others[0]}: pickled tensors are not read; load the model with transformers and save it by"
-            f" save_pretrained, which writes {SINGLE}"
-        )
-    return (
-        f"{folder}: there is no {SINGLE} and no {INDEX}; a checkpoint must be in safetensors files"
-    )
+def _missing(path: Path) -> str:
+    """Why there is no such file: which ones its folder has instead."""
+    shards, pickled = (sorted(n for e in ends for n in path.parent.glob(f"*{e}")) for ends in ENDS)
+    if pickled and not shards:
+        again = "load it with transformers or PEFT, and save it by save_pretrained"
+        return f"{pickled[0]}: pickled tensors are not read; {again}, which writes {path.name}"
+    if shards and path.name == SINGLE:
+        return f"{shards[0]}: it is one of several files, and {INDEX}, which lists them, is missing; get all"
+    return f"{path}: is missing; tensors must be in safetensors files"
 
 
 def _places(path: Path) -> dict[str, str]:
@@ -123,6 +117,8 @@ def open_file(path: Path) -> dict[str, Stored]:
             if len(head) < LENGTH_NBYTES:
                 raise InputError(f"{path}: {len(head)} bytes are not a safetensors file")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise InputError(_missing(path)) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None
     length = int.from_bytes(head, "little")

@@ -10,38 +10,36 @@ from packtrain.models.arch.given import FULL, PARTIAL, ROPES, WINDOW, Given
 
 WITHOUT_EFFECT = {
     "names and versions": """architectures model_type model_name transformers_version transformers.js_config
-        _name_or_path name_or_path torch_dtype dtype auto_map custom_pipelines license unsloth_version unsloth_fixed
-        transformers_weights version _commit_hash mistral_version max_sequence_length seq_length model_max_length""",
+        _name_or_path name_or_path torch_dtype dtype auto_map custom_pipelines license transformers_weights version
+        _commit_hash mistral_version max_sequence_length seq_length model_max_length""",
     "for training": """dropout hidden_dropout_prob attention_probs_dropout_prob layerdrop initializer_range
         initializer_cutoff_factor init_std rescale_prenorm_residual gradient_checkpointing use_gradient_checkpointing
         output_router_logits router_jitter_noise aux_loss_alpha seq_aux moe_use_aux_free moe_use_hard_gate
         z_loss_coefficient fuse_rope fuse_softmax_mask fuse_attn_ffn num_mtp_layers num_nextn_predict_layers
         problem_type label2id id2label num_labels finetuning_task pretraining_tp tensor_parallel_degree
-        sequence_parallel recompute recompute_granularity moe_capacity moe_gate moe_group moe_use_size_all2all
-        compression_ratio dpo_config task_specific_params""",
+        compression_ratio task_specific_params""",
     "for what is generated": """begin_suppress_tokens suppress_tokens prefix temperature top_k top_p typical_p
-        do_sample max_length min_length num_beams num_beam_groups diversity_penalty early_stopping length_penalty
-        repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
-        exponential_decay_length_penalty remove_invalid_values tokenizer_class keep_special_tokens
-        text_sampling_params""",
-    "how the same is computed": """use_cache cache_implementation cache_config attn_implementation _attn_implementation
-        _attn_implementation_autoset experts_implementation use_flash_attn use_flash_attention use_flash_attention_2
-        chunk_size_feed_forward output_attentions output_hidden_states return_dict return_dict_in_generate
-        output_scores torchscript use_bfloat16 reorder_and_upcast_attn fused_mlp use_kernels num_logits_to_keep
-        is_decoder mamba_chunk_size mamba_ssm_dtype use_mamba_kernels use_associative_scan ep_size moe_implementation
-        use_fused_rms_norm use_rmsnorm_kernel max_window_layers mamba_n_heads mamba_n_groups mamba_d_state
-        mamba_d_head mamba_d_conv mamba_d_ssm mamba_expand mamba_conv_bias mamba_proj_bias quantization_config
-        tie_encoder_decoder tf_legacy_loss max_batch_size num_experts_per_tok experts_per_token initial_context_length
-        mlp_expansion_factor time_step_min time_step_max time_step_floor time_step_rank block_dim block_norm_eps
-        block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads use_pos_enc theta
-        enable_lm_head_fp32 init_method class_num dense_list org_vocab_size attention_head_dim altup_coef_clip""",
+        do_sample max_length min_length diversity_penalty early_stopping length_penalty repetition_penalty
+        no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty
+        remove_invalid_values tokenizer_class keep_special_tokens text_sampling_params""",
+    "how the same is computed": """use_cache cache_config chunk_size_feed_forward output_attentions
+        output_hidden_states return_dict return_dict_in_generate output_scores torchscript use_bfloat16
+        reorder_and_upcast_attn fused_mlp use_kernels num_logits_to_keep is_decoder use_mamba_kernels
+        use_associative_scan ep_size max_window_layers quantization_config tie_encoder_decoder tf_legacy_loss
+        max_batch_size num_experts_per_tok experts_per_token initial_context_length mlp_expansion_factor time_step_min
+        time_step_max time_step_floor time_step_rank block_dim block_norm_eps block_use_xavier_init conv_dim
+        conv_dim_out conv_use_xavier_init num_heads use_pos_enc theta enable_lm_head_fp32 init_method org_vocab_size
+        attention_head_dim altup_coef_clip""",
     "for images and sound": """text_config boi_token_index eoi_token_index eoa_token_index mm_tokens_per_image
         multimodal_projector_bias projector_hidden_act spatial_merge_size vocab_size_per_layer_input""",
 }  # fmt: skip
 IGNORED = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
 # of tokens, for training, for images and sound
-IGNORED_ENDS = "_id", "_ids", "_dropout", "_pdrop", "_init_scale", "_loss_coef"
-IGNORED_STARTS = "mtp_", "vision_", "audio_", "image_", "video_", "anyres_", "summary_"
+IGNORED_ENDS = "_id", "_ids", "_dropout", "_pdrop", "_init_scale", "_loss_coef", "_implementation"
+IGNORED_STARTS = (
+    "mtp_", "vision_", "audio_", "image_", "video_", "anyres_", "summary_", "mamba_", "unsloth_", "use_flash_",
+    "num_beam",
+)  # fmt: skip
 # of rope's settings
 IGNORED_ROPE = {"max_position_embeddings", "mrope_interleaved", "mrope_section"}
 OFF = """attention_bias mlp_bias use_bias bias qkv_bias use_qkv_bias attention_out_bias conv_bias lm_head_bias
@@ -49,7 +47,7 @@ OFF = """attention_bias mlp_bias use_bias bias qkv_bias use_qkv_bias attention_o
     apply_residual_connection_post_layernorm rope_interleaved use_mrope scale_embedding enable_moe_block
     attention_k_eq_v use_double_wide_mlp remove_bias use_sliding_window use_parallel_embedding use_cla use_mla
     add_classification_head position_embedding_xdrope group_limited_greedy use_mixed_mlp_moe"""
-ON = """is_causal attn_output_gate mamba_use_mlp block_use_swiglu use_embedding_sharing use_gated_activation
+ON = """is_causal attn_output_gate  block_use_swiglu use_embedding_sharing use_gated_activation
     use_parallel_block use_rmsnorm"""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(OFF.split(), (False,)), **dict.fromkeys(ON.split(), (True,)),

@@ -100,7 +100,9 @@ class _Table:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.path = folder, folder / "tokenizer.json"
-        about, special = (folder / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map"))
+        about, special = (
+            folder / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map")
+        )
         self.about, self.fast = _optional(special) | _optional(about), _optional(self.path)
         self.model = read_pieces(folder / MODEL) if (folder / MODEL).exists() else None
         unigram = self.model is not None and self.model.unigram

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packtrain.dtypes import NUMPY, Dtype
-from packtrain.files import atomic_file, write_ahead
+from packtrain.files import Check, atomic_file, write_ahead
 from packtrain.gguf import format as gguf_format
 from packtrain.gguf.format import AXES, KINDS, MAGIC, NAME_NBYTES, NUMERIC, VERSIONS, Value
 
@@ -51,7 +51,7 @@ def write(
     metadata: Mapping[str, Value],
     tensors: Mapping[str, np.ndarray | Deferred],
     waiting: int = 0,
-    check: Callable[[Path], object] = lambda part: None,
+    check: Check = bool,
 ) -> None:
     """Write a GGUF file atomically.
 

@@ -78,12 +78,8 @@ def load(path: Path) -> Importance:
         if name + COUNTS not in gguf.entries:
             raise InputError(f"{path}: {name}{COUNTS} is missing")
         total, seen = (gguf.array(name + end) for end in (SUMS, COUNTS))
-        if (
-            total.dtype != np.float32
-            or seen.dtype != np.float32
-            or not seen.size
-            or total.size % seen.size
-        ):
+        kinds = {total.dtype, seen.dtype}
+        if kinds != {np.dtype(np.float32)} or not seen.size or total.size % seen.size:
             raise InputError(
                 f"{path}: {name}{SUMS} and {name}{COUNTS} must be F32, a row of sums for each count"
             )

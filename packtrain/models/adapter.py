@@ -5,7 +5,7 @@ Where a base multiplies what an expert gives by a factor s of its own (Gemma 4),
 s W x + B' A x: in a file of such a base B' is s B.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from packtrain.dtypes import bf16, f16, f32
 from packtrain.errors import InputError
+from packtrain.files import Check
 from packtrain.gguf import GGUF, Deferred, Value, write
 from packtrain.models.lora import EMBEDDING, SUFFIXES, fitting, scale_of
 from packtrain.quant import dequantize
@@ -187,16 +188,9 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 
 
 def write_adapter(
-    path: str | Path,
-    adapter: Adapter,
-    name: str,
-    base: GGUF | None = None,
-    check: Callable[[Path], object] = lambda part: None,
+    path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None, check: Check = bool
 ) -> None:
-    """Write an adapter for llama.cpp's --lora, in f32; `base` is needed where experts may have factors.
-
-    check  see gguf.write
-    """
+    """Write an adapter for llama.cpp's --lora, in f32; `base` is needed where experts may have factors."""
     factors = _factors(adapter.pairs, base) if base is not None else {}
     metadata = {
         ARCHITECTURE: Value("string", adapter.architecture),

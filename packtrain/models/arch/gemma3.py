@@ -13,11 +13,9 @@ EVERY, BASE = 6, 10_000.0
 def keys(given: Given, sizes: Sizes) -> Keys:
     gemma2.check_scale(ARCHITECTURE, given, sizes)
     given.one_of("attn_logit_softcapping", None, None)
-    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
-        given.one_of(name, EVERY, EVERY)
-    full = (i % EVERY == EVERY - 1 for i in range(sizes.block_count))
-    pattern = ["full_attention" if one else "sliding_attention" for one in full]
-    given.one_of("layer_types", pattern, pattern)
+    given.one_of("sliding_window_pattern", EVERY, EVERY)
+    given.one_of("_sliding_window_pattern", EVERY, EVERY)
+    given.windows_every(EVERY, sizes.block_count)
     keys: Keys = {
         **gemma.keys(given, sizes),
         "attention.sliding_window": given.size("sliding_window", gemma2.TOKENS_BACK),

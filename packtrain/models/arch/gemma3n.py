@@ -60,10 +60,7 @@ def check(given: Given, blocks: int) -> None:
 
 def kinds(given: Given) -> dict[str, Any]:
     blocks = given.size("num_hidden_layers")
-    pattern = tuple(given.windows(blocks))
-    if len(pattern) != blocks:
-        right = f"{blocks} times {SLIDING} or {FULL}"
-        raise given.wrong("layer_types", given.get("layer_types"), right)
+    pattern = tuple(given.windows(blocks, required=True))
     check(given, blocks)
     own = min(blocks, OWNING)
     if own < blocks and (pattern[own - 1] or not pattern[own - 2]):

@@ -11,7 +11,7 @@ import numpy as np
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2
 from packtrain.models.arch.architecture import FACTORS, Architecture, Experts, Family, Keys, Names
-from packtrain.models.arch.given import FULL, SLIDING, Given
+from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
 LAYERS = {
@@ -50,10 +50,7 @@ def usual(given: Given) -> Given:
 
 def kinds(given: Given) -> dict[str, Any]:
     blocks, wide = given.size("num_hidden_layers"), given.size("intermediate_size")
-    pattern = tuple(given.windows(blocks))
-    if len(pattern) != blocks:
-        right = f"{blocks} times {SLIDING} or {FULL}"
-        raise given.wrong("layer_types", given.get("layer_types"), right)
+    pattern = tuple(given.windows(blocks, required=True))
     shared, layers = (given.get(key) and given.size(key) for key in (SHARED, OWN))
     if given.stated(OWN, "") == "":
         raise given.wrong(OWN, None, "a whole number, or 0")

@@ -103,14 +103,20 @@ class Given:
 
     # ---- windows
 
-    def windows(self, blocks: int) -> list[bool]:
+    def kinds(self, blocks: int, *known: str, every: bool = False) -> list[str]:
+        """What each block is, by `layer_types`: one of these; with `every` all of them are somewhere."""
+        kinds = self.get("layer_types")
+        sound = isinstance(kinds, list) and len(kinds) == blocks and all(k in known for k in kinds)
+        if not sound or (every and any(kind not in kinds for kind in known)):
+            right = f"{blocks} times {' or '.join(known)}{', each somewhere' if every else ''}"
+            raise self.wrong("layer_types", kinds, right)
+        return list(kinds)
+
+    def windows(self, blocks: int, required: bool = False) -> list[bool]:
         """Whether each block has a window, by `layer_types` or the pattern; none if the config says nothing."""
         types, pattern = self.get("layer_types"), self.get("sliding_window_pattern")
-        if types is not None:
-            known = isinstance(types, list) and len(types) == blocks
-            if not known or any(kind not in (SLIDING, FULL) for kind in types):
-                raise self.wrong("layer_types", types, f"{blocks} times {SLIDING} or {FULL}")
-            return [kind == SLIDING for kind in types]
+        if types is not None or required:
+            return [kind == SLIDING for kind in self.kinds(blocks, SLIDING, FULL)]
         if isinstance(pattern, str) and pattern:
             return [pattern[i % len(pattern)] == "L" for i in range(blocks)]
         if type(pattern) is int and pattern > 0:

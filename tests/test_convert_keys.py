@@ -204,6 +204,7 @@ def test_yarn_computes_what_transformers_did(tmp_path: Path) -> None:
         pytest.skip("../shared/cases is absent")
     cases = json.loads((shared / "cases.json").read_text())
     shutil.copytree(shared, tmp_path / "m")
+    (tmp_path / "m/tokenizer.model").write_bytes(hugging_face.sentencepiece_model())
     for name, config in cases["config"].items():
         (tmp_path / "m/config.json").write_text(json.dumps(config))
         convert(tmp_path / "m", tmp_path / "m.gguf", "f32")

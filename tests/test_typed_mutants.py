@@ -95,7 +95,7 @@ def test_files_beside_a_checkpoint(folder: Path, name: str) -> None:
     ):
         (folder / name).write_text(json.dumps(mutant))
         with contextlib.suppress(InputError):
-            vocabulary_of(checkpoint, 320, LLAMA)
+            vocabulary_of(checkpoint, 320, LLAMA, str)
 
 
 def test_configurations_of_adapters(folder: Path) -> None:

@@ -141,7 +141,11 @@ CLASSES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4, "num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 56,
     },
     "Olmo2Config": {},
-    "Olmo3Config": {**WINDOWS, "rope_parameters": YARN},
+    "Olmo3Config": {
+        **WINDOWS, "rope_parameters": {
+            "full_attention": YARN | {"rope_theta": 5e5}, "sliding_attention": {"rope_type": "default"},
+        },
+    },
     "Exaone4Config": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "Exaone4Config 32B": {"num_hidden_layers": 64, "sliding_window": 4, "sliding_window_pattern": 4},
     "Glm4Config": {"head_dim": 24, "attention_bias": True},

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from _thread import start_new_thread
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from importlib import import_module
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from packtrain.errors import InputError
 
+Check = Callable[[Path], object]  # of a whole file before it gets its name; `bool` lets all pass
 NUMBERS = count()  # of temporary files: several threads may write one file, and the last one wins
 WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing, without waiting
 # Windows has none: no lock there
@@ -100,13 +101,15 @@ def _lives(pid: int) -> bool:
 
 
 @contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """`with atomic_file(path) as file:` a file that replaces `path` when the block succeeds, see atomic_path."""
-    with atomic_path(path) as part, io.BufferedWriter(_Output(part, path)) as file:
-        yield file
-        file.flush()
-        with _named(path):
-            os.fsync(file.fileno())
+def atomic_file(path: str | Path, check: Check = bool) -> Iterator[BinaryIO]:
+    """`with atomic_file(path) as file:` a file that replaces `path` when the block and `check` succeed."""
+    with atomic_path(path) as part:
+        with io.BufferedWriter(_Output(part, path)) as file:
+            yield file
+            file.flush()
+            with _named(path):
+                os.fsync(file.fileno())
+        check(part)
 
 
 @contextmanager

@@ -16,28 +16,41 @@ from typing import Any
 import numpy as np
 
 from packtrain.convert.checkpoint import alone
-from packtrain.convert.plain import as_object, read_json
-from packtrain.convert.safetensors import open_file, write_file
+from packtrain.convert.plain import as_list, as_object, read_json
+from packtrain.convert.safetensors import Stored, open_file, write_file
 from packtrain.convert.tensors import halved, order, paired, turned_heads
+from packtrain.dtypes import WRITABLE
 from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.models.adapter import Adapter, Pair
 from packtrain.models.arch.architecture import Spans, is_matrix
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING
-from packtrain.quant import dequantize
+from packtrain.quant import dequantize, quantize
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 HALF = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?"
 )
+STORED = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight")
 HEAD = "lm_head"
-# settings with which a folder holds more than A and B, or uses them differently
-REFUSED = (
-    "use_dora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices", "target_parameters",
-    "use_qalora", "alora_invocation_tokens",
-)  # fmt: skip
-EXACT = 1e-9
+# every field of PEFT's configuration: those that count, those without effect on what a trained adapter adds, and those
+# with which a folder holds more than A and B, or uses them differently
+FIELDS = {
+    "honoured": """peft_type bias init_lora_weights lora_alpha alpha_pattern use_rslora target_modules exclude_modules
+        layers_to_transform layers_pattern""",
+    "without effect": """r rank_pattern lora_dropout fan_in_fan_out inference_mode task_type base_model_name_or_path
+        revision auto_mapping peft_version megatron_core runtime_config qalora_group_size loftq_config eva_config
+        corda_config lora_ga_config velora_config""",
+    "refused": """use_dora modules_to_save lora_bias layer_replication trainable_token_indices target_parameters
+        use_qalora alora_invocation_tokens megatron_config use_bdlora arrow_config kasa_config monteclora_config
+        ensure_weight_tying""",
+}  # fmt: skip
+FIELD_KINDS = {name: kind for kind, names in FIELDS.items() for name in names.split()}
+OFF: tuple[Any, ...] = None, False, "", [], {}
+# what A and B begin with while the base stays as it is; all others take it out of the base when an adapter is loaded
+STARTS = None, True, False, "true", "gaussian", "orthogonal", "eva", "lora_ga"
+EXACT, ROWS = 1e-9, 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,7 @@ def _embeddings(model: ModelFile) -> list[str]:
 def read_peft(folder: Path, model: ModelFile) -> Adapter:
     """The adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot hold."""
     config = _config(folder / CONFIG)
-    halves = _halves(folder / TENSORS, model)
+    halves = _halves(folder / TENSORS, config, model)
     alpha, found = 0.0, dict[str, dict[int | None, Pair]]()
     known = places(model)
     for module, (a, b) in halves.items():
@@ -127,30 +140,70 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
 
 
 def _config(path: Path) -> dict[str, Any]:
+    """The configuration; every field is honoured, without effect, or refused unless it is off."""
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is {config.get('peft_type')!r}; it must be 'LORA'")
-    for key in REFUSED:
-        if config.get(key):
-            raise InputError(
-                f"{path}: {key} is set, which an adapter file cannot hold; merge it with PEFT instead"
-            )
+    for key, value in config.items():
+        kind = FIELD_KINDS.get(key)
+        if kind in ("honoured", "without effect") or _is_any(value, OFF):
+            continue
+        known = "which an adapter file cannot hold" if kind else "unknown to packtrain"
+        raise InputError(f"{path}: {key} is set, {known}; merge it with PEFT instead")
     if config.get("bias") not in (None, "none"):
         raise InputError(f"{path}: bias is {config['bias']!r}; an adapter file holds no biases")
+    start = config.get("init_lora_weights")
+    if not _is_any(start, STARTS):
+        raise InputError(
+            f"{path}: init_lora_weights is {start!r}: PEFT takes A and B out of the base's matrices when it loads this"
+            " adapter, so it does not fit the base as it is; save it with PEFT's save_pretrained(FOLDER,"
+            " path_initial_model_for_weight_conversion=FOLDER_BEFORE_TRAINING), or merge it with PEFT"
+        )
     return config
+
+
+def _is_any(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether the value is one of these, with 0 and 1 apart from False and True."""
+    return any(type(value) is type(other) and value == other for other in allowed)
+
+
+def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
+    """Raise InputError for a module that is not among the targets: PEFT leaves its A and B out."""
+
+    def names(key: str) -> bool:
+        listed = config.get(key)
+        if isinstance(listed, str):
+            return listed == "all-linear" or _matches(path, key, listed, module)
+        return any(f".{module}".endswith(f".{name}") for name in as_list(listed))
+
+    def layer() -> bool:
+        listed, inside = (config.get(f"layers_{end}") for end in ("to_transform", "pattern"))
+        inside = [inside] if isinstance(inside, str) else as_list(inside)
+        every = "|".join(re.escape(str(name)) for name in inside) or "[^.]*"
+        place = re.fullmatch(rf".*\.(?:{every})\.([0-9]+)\..*", f".{module}.")
+        listed = listed if isinstance(listed, list) else [listed]
+        return listed == [None] or bool(place and int(place[1]) in listed)
+
+    targeted = not config.get("target_modules") or (names("target_modules") and layer())
+    if not targeted or names("exclude_modules"):
+        raise InputError(
+            f"{path}: {module} has A and B, and target_modules, exclude_modules or layers_to_transform leave it out;"
+            " PEFT would not use them: remove one or the other"
+        )
+
+
+def _matches(path: Path, key: str, pattern: str, module: str) -> bool:
+    try:
+        return re.fullmatch(pattern, module) is not None
+    except re.error:
+        raise InputError(f"{path}: {key}: {pattern!r} is not a regular expression") from None
 
 
 def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     """The scale of B A in this module."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in as_object(config.get("alpha_pattern")).items():
-        try:
-            fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
-        except re.error:
-            raise InputError(
-                f"{path}: alpha_pattern: {pattern!r} is not a regular expression"
-            ) from None
-        if fits:
+        if _matches(path, "alpha_pattern", rf"(.*\.)?({pattern})", module):
             alpha = value
             break
     if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha == 0:
@@ -160,12 +213,14 @@ def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> flo
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _halves(path: Path, model: ModelFile) -> dict[str, Pair]:
-    """A and B of each module, f32."""
+def _halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
+    """A and B of each module, f32; a copy of the base's embedding or head may be beside them."""
     found = dict[str, dict[str, np.ndarray]]()
     known = places(model)
     for name, stored in open_file(path).items():
         parts = HALF.fullmatch(name)
+        if parts is None and _is_copy(path, name, stored, model):
+            continue
         if parts is None:
             raise InputError(
                 f"{path}: tensor {name} is neither A nor B of a LoRA adapter; nothing else is supported"
@@ -173,6 +228,7 @@ def _halves(path: Path, model: ModelFile) -> dict[str, Pair]:
         module = alone(parts[1])
         if module not in known:
             raise InputError(f"{path}: {_unknown(module, model)}")
+        _check_target(path.with_name(CONFIG), config, parts[1])
         values = dequantize(stored.array())
         if values.ndim != 2 or 0 in values.shape or not np.isfinite(values).all():
             raise InputError(
@@ -185,6 +241,30 @@ def _halves(path: Path, model: ModelFile) -> dict[str, Pair]:
     if not found:
         raise InputError(f"{path}: there are no tensors; an adapter has A and B of some matrices")
     return {module: (halves["A"], halves["B"]) for module, halves in found.items()}
+
+
+def _is_copy(path: Path, name: str, stored: Stored, model: ModelFile) -> bool:
+    """Whether a tensor is the base's embedding or head, which PEFT saves beside adapters of them."""
+    parts = STORED.fullmatch(name)
+    module = alone(parts[1]) if parts else ""
+    if module not in (*_embeddings(model), HEAD):
+        return False
+    tensor = EMBEDDING if model.config.tied or module != HEAD else "output.weight"
+    base, values, entry = model.gguf.array(tensor), stored.array(), model.gguf.entries[tensor]
+    if (
+        entry.shape != values.shape
+        or entry.dtype not in WRITABLE
+        or any(
+            quantize(dequantize(values[i : i + ROWS]), entry.dtype).tobytes()
+            != base[i : i + ROWS].tobytes()
+            for i in range(0, len(values), ROWS)
+        )
+    ):
+        raise InputError(
+            f"{path}: {name} is not {tensor} of {model.gguf.path} as {entry.dtype}: the adapter brings its own;"
+            " use the adapter's base, not quantized, or merge it with PEFT"
+        )
+    return True
 
 
 def _unknown(module: str, model: ModelFile) -> str:

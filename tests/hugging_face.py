@@ -65,7 +65,7 @@ KINDS: dict[str, Config] = {
         "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 24, "num_experts": 5, "num_experts_per_tok": 3,
         "moe_intermediate_size": 40, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
-    "gemma": {"architectures": ["GemmaForCausalLM"], **GEMMA},
+    "gemma": {"architectures": ["GemmaForCausalLM"], **GEMMA, "hidden_act": "gelu"},
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"], **GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 4,
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
@@ -96,7 +96,7 @@ KINDS: dict[str, Config] = {
     },
     "hunyuan": {
         "architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 24, "tie_word_embeddings": True,
-        "rope_scaling": {"type": "dynamic", "alpha": 20.0},
+        "rope_scaling": {"type": "dynamic", "alpha": 20.0, "factor": 1.0},
     },
     "olmo3": {
         "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5, "sliding_window": 4, "rope_theta": 5e5,
@@ -307,7 +307,9 @@ def write_checkpoint(
     config = config_of(kind) | changes
     tensors = tensors_of(config)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(
+        json.dumps({"sliding_window": None} | {k: v for k, v in config.items() if k != "experts"})
+    )
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     write_safetensors(folder / "model.safetensors", tensors)
     return config, tensors

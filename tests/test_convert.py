@@ -449,7 +449,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a header": (cut(100), "its header should have .* bytes, and the file has 100"),
     "half a file": (cut(200_000), "of .* cannot hold F32"),
     "header": (change_header(b'{"model', b'["model'), "its header is not JSON"),
-    "no tensors": (lambda f: (f / "model.safetensors").unlink(), "a checkpoint must be in safetensors files"),
+    "no tensors": (lambda f: (f / "model.safetensors").unlink(), "tensors must be in safetensors files"),
     "outside": (outside, "'../other.safetensors' is not a file of this folder"),
     "no vocabulary": (without_vocabulary, "there is no tokenizer.model and no tokenizer.json"),
     "bad vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(b"?" * 99), "this is not a SentencePiece model"),

@@ -303,7 +303,6 @@ def test_a_unigram_model_is_written_as_one(name: str, tmp_path: Path) -> None:
     [
         ("unigram", {"byte_fallback": True}, "byte_fallback must be false for UNIGRAM"),
         ("bpe", {"remove_extra_whitespaces": False}, "normalization_rule_name must be identity"),
-        ("bpe", {"normalization_rule_name": "identity"}, "remove_extra_whitespaces must be false"),
         ("word", PLAIN, "model_type must be BPE or UNIGRAM"),
         ("bpe", PLAIN | {"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix must be"),
     ],
@@ -314,6 +313,17 @@ def test_sentencepiece_models_that_a_gguf_cannot_have_are_refused(
     (tmp_path / "tokenizer.model").write_bytes(trained(kind, **options))
     with pytest.raises(InputError, match=line):
         written(tmp_path)
+
+
+def test_runs_of_spaces_that_a_bpe_model_joins_are_said(tmp_path: Path) -> None:
+    """Readers of a llama vocabulary keep them; other texts get the model's ids."""
+    made = trained("bpe", **PLAIN | {"remove_extra_whitespaces": True, "byte_fallback": True})
+    (tmp_path / "tokenizer.model").write_bytes(made)
+    lines: list[str] = []
+    tokenizer = written(tmp_path, lines)
+    assert any("tokenizer.model: remove_extra_whitespaces is true" in line for line in lines)
+    model = sentencepiece.SentencePieceProcessor(model_proto=made)
+    assert tokenizer.encode("bal cem dis") == [1, *model.encode("bal cem dis")]
 
 
 # ---- the texts -------------------------------------------------------------------------------------------------

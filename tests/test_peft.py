@@ -1,5 +1,6 @@
 """PEFT folders become adapters that change a converted model as PEFT changes its checkpoint; and back, bit for bit."""
 
+import dataclasses
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from packtrain.generation import Generator
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.adapter import read_adapter
 from packtrain.models.file import open_model
-from packtrain.peft import CONFIG, TENSORS, read_peft
+from packtrain.peft import CONFIG, FIELD_KINDS, FIELDS, TENSORS, read_peft
 from tests import hugging_face
 from tests.hugging_face import write_checkpoint, write_safetensors
 
@@ -161,6 +162,30 @@ HALVES = {
 @pytest.mark.parametrize(
     ("said", "changes", "tensors"),
     [
+        *(
+            (
+                f"init_lora_weights is '{start}': PEFT takes A and B out of the base",
+                {"init_lora_weights": start},
+                {},
+            )
+            for start in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "of tomorrow")
+        ),
+        *(
+            (f"{key} is set, unknown to packtrain; merge", {key: 2}, {})
+            for key in ("use_next", "r_next")
+        ),
+        *((f"{key} is set, which", {key: {"a": 1}}, {}) for key in FIELDS["refused"].split()),
+        ("q_proj has A and B, and target_modules", {"target_modules": ["k_proj", "proj"]}, {}),
+        (
+            "q_proj has A and B, and target_modules",
+            {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+            {},
+        ),
+        (
+            "exclude_modules or layers",
+            {"target_modules": ["q_proj"], "exclude_modules": ".*self_attn.*"},
+            {},
+        ),
         ("use_dora is set, which an adapter file cannot hold", {"use_dora": True}, {}),
         ("modules_to_save is set, which", {"modules_to_save": ["lm_head"]}, {}),
         ("bias is 'all'; an adapter file holds no biases", {"bias": "all"}, {}),
@@ -202,3 +227,62 @@ def test_a_folder_that_has_an_adapter_is_kept(llama: Path, capsys):
     main(["convert", given[0], "--base", given[1], "-o", given[2]])
     assert main(["convert", given[2], "--base", given[1], "--peft", given[0]]) == 2
     assert "exists; give another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "orthogonal", "eva", "lora_ga"])
+def test_starts_that_leave_the_base_alone_are_read(llama: Path, start):
+    targets = {
+        "target_modules": [
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "up_proj",
+            "gate_proj",
+            "down_proj",
+        ]
+    }
+    plain = read_peft(llama / "lora", open_model(llama / "base.gguf"))
+    targets["target_modules"] += ["embed_tokens"]
+    given = GOOD | targets | {"init_lora_weights": start, "layers_to_transform": None}
+    (llama / "lora" / CONFIG).write_text(json.dumps(given))
+    found = read_peft(llama / "lora", open_model(llama / "base.gguf"))
+    assert found.alpha == plain.alpha and found.pairs.keys() == plain.pairs.keys()
+
+
+def test_every_field_of_pefts_configuration_is_in_the_table():
+    peft = pytest.importorskip("peft")
+    unknown = {field.name for field in dataclasses.fields(peft.LoraConfig)} - FIELD_KINDS.keys()
+    assert not unknown
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_copy_of_the_head_beside_an_adapter_is_the_bases(llama: Path, times: int):
+    """PEFT saves it with adapters of embedding or head; another one is refused."""
+    model = open_model(llama / "base.gguf")
+    head = times * open_file(llama / "model/model.safetensors")["lm_head.weight"].array()
+    name = "base_model.model.lm_head"
+    halves = {
+        f"{name}.lora_A.weight": np.ones((4, 64)),
+        f"{name}.lora_B.weight": np.ones((len(head), 4)),
+    }
+    tensors = HALVES | halves | {f"{name}.base_layer.weight": head}
+    write_safetensors(llama / "lora" / TENSORS, tensors)
+    if times == 1:
+        assert read_peft(llama / "lora", model).pairs.keys() == {
+            "blk.0.attn_q.weight",
+            "output.weight",
+        }
+        return
+    with pytest.raises(
+        InputError, match=r"lm_head\.base_layer\.weight is not output.weight of .*/base\.gguf"
+    ):
+        read_peft(llama / "lora", model)
+
+
+def test_pickled_adapters_are_named(llama: Path):
+    (llama / "lora" / TENSORS).rename(llama / "lora/adapter_model.bin")
+    with pytest.raises(
+        InputError, match=r"adapter_model\.bin: pickled tensors are not read; load it"
+    ):
+        read_peft(llama / "lora", open_model(llama / "base.gguf"))

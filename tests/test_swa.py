@@ -1,13 +1,15 @@
 """Perplexity through windows: a ring of cells gives what all cells give, bit for bit."""
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from packtrain.context import Context
-from packtrain.models.file import open_model
-from tests.architectures import random_model
+from packtrain.models.file import open_model, save_model
+from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
 from tests.real import BASE
 
 
@@ -46,3 +48,36 @@ def test_the_real_base() -> None:
     full, none = scores(BASE, text, 64, swa_full=True)
     assert 0 < cells < len(text) and not none
     assert np.array_equal(ring, full) and ring.mean() < 4
+
+
+PATTERNS = [pattern for blocks in (1, 2, 3) for pattern in product((True, False), repeat=blocks)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_blocks_with_windows_and_without_in_every_order(tmp_path: Path, pattern: tuple) -> None:
+    """Contexts of several lengths and numbers of sequences write, share, move, save and take back tokens alike."""
+    made = replace(CONFIGS["olmo2"], block_count=len(pattern), window=4, window_pattern=pattern)
+    values = random_weights(made, 0)
+    save_model(tmp_path / "m.gguf", made, vocabulary(), values.__getitem__, name="random")
+    text = np.random.default_rng(1).integers(3, 300, 96).tolist()
+    for cells, sequences in product((40, 80, 256), (1, 3)):
+        found = []
+        for swa_full in (False, True):
+            made = Context(
+                tmp_path / "m.gguf",
+                cells=cells,
+                sequences=sequences,
+                prompts=(8,),
+                swa_full=swa_full,
+            )
+            at = made.decode(text[:20], 0)
+            if sequences > 1:
+                made.copy(0, 1)
+                at = np.concatenate((at, made.decode(text[20:24] * 2, [0] * 4 + [1] * 4)))
+            made.shift(0, 2, 10)
+            made.restore(made.save())
+            made.remove(0, 22)
+            at = np.concatenate((at, made.decode(text[40:44], 0)))
+            kept = made.reuse(0, text[:12])
+            found.append(np.concatenate((at, made.decode(text[kept:12], 0))))
+        assert np.array_equal(*found), (cells, sequences)

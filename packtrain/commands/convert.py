@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.convert import AUTO, TYPES, checkpoint_files, convert
+from packtrain.convert import AUTO, TYPES, check_runs, checkpoint_files, convert
 from packtrain.errors import InputError
 from packtrain.files import check_output
 from packtrain.gguf import Deferred
 from packtrain.models.adapter import check_fits, fitted, read_adapter, write_adapter
 from packtrain.models.file import open_model
-from packtrain.peft import TENSORS, read_peft, write_peft
+from packtrain.peft import CONFIG, TENSORS, read_peft, write_peft
 from packtrain.settings import option, positional
 from packtrain.words import plural
 
@@ -70,7 +70,8 @@ def _from_peft(folder: Path, base: Path, path: Path, overwrite: bool) -> int:
     check_output(path, "-o", [*checkpoint_files(folder), *model.gguf.paths], overwrite)
     adapter = read_peft(folder, model)
     check_fits(adapter, folder, model.gguf)
-    write_adapter(path, adapter, path.stem.encode(errors="replace").decode(), model.gguf)
+    name = path.stem.encode(errors="replace").decode()
+    write_adapter(path, adapter, name, model.gguf, lambda part: check_runs(part, path, base))
     print(
         f"{path}: an adapter of {plural(len(adapter.pairs), 'matrix', 'matrices')}, {path.stat().st_size:,} bytes"
     )
@@ -85,5 +86,11 @@ def _to_peft(file: Path, base: Path, folder: Path) -> int:
     model = open_model(base)
     adapter = fitted(read_adapter(file), file, model.gguf)
     count = write_peft(folder, adapter, model)
+    try:
+        read_peft(folder, model)
+    except InputError:
+        for name in (CONFIG, TENSORS):
+            (folder / name).unlink()
+        raise
     print(f"{folder}: {plural(count, 'tensor')}, {(folder / TENSORS).stat().st_size:,} bytes")
     return 0

@@ -70,6 +70,7 @@ class Pools:
     width   of its convolutions; 0: it has none
     plain   only they read the ring
     states  how many there are of scans
+    near    all blocks use the ring
     """
 
     cells: int
@@ -81,6 +82,7 @@ class Pools:
     width: int = 0
     plain: bool = False
     states: int = 0
+    near: bool = False
     pools: dict[str, Cells] = field(init=False)
     tokens: np.ndarray = field(init=False)
 
@@ -100,7 +102,8 @@ class Pools:
         learned = config.context_length if config.traits.learned_positions else 0
         width, plain = config.conv_width, not config.windowed
         sizes = cache.cells, sequences, cache.ring, window, parts, learned, width, plain
-        return cls(*sizes, STATES * cache.sequences if config.scan else 0)
+        near = "cell_" not in cache.pools(config)
+        return cls(*sizes, STATES * cache.sequences if config.scan else 0, near)
 
     @property
     def all(self) -> Cells:
@@ -130,7 +133,8 @@ class Pools:
         every = list(dict.fromkeys(seqs.tolist()))
         line = np.array([every.index(seq) for seq in seqs], np.int32)
         inputs = {"tokens": tokens, "pos": pos, "line": line}
-        inputs |= {pool.rstrip("_"): cells for pool, cells in found.items()}
+        read = {pool: cells for pool, cells in found.items() if pool != "cell_" or not self.near}
+        inputs |= {pool.rstrip("_"): cells for pool, cells in read.items()}
         since = [self.all.next(seq) for seq in every]
         for pool, cells in found.items():
             self.pools[pool].append(cells, pos, sets)
@@ -179,7 +183,7 @@ class Pools:
         count = lines(size, self.sequences)
         given = padded(piece.inputs, size, count)
         for pool, cells in self.pools.items():
-            if pool == "cell_" or (pool == "ring_" and not self.plain):
+            if (pool == "cell_" and not self.near) or (pool == "ring_" and not self.plain):
                 given |= cells.inputs(piece.seqs, count, pool, flash=flash)
         if self.states:
             given |= ends(piece.source, piece.cells[STATE], count)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain import quant
+from packtrain.context import Context
 from packtrain.convert.checkpoint import open_checkpoint
 from packtrain.convert.description import describe
 from packtrain.convert.tensors import MXFP4, Blocks, Tensor
@@ -18,9 +19,11 @@ from packtrain.dtypes import DTYPES, Dtype, f16, f32
 from packtrain.errors import InputError
 from packtrain.files import check_output
 from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
+from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
+from packtrain.models.file import open_model
 
-__all__ = ["AUTO", "TYPES", "checkpoint_files", "convert"]
+__all__ = ["AUTO", "TYPES", "check_runs", "checkpoint_files", "convert"]
 
 AUTO = "auto"
 TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
@@ -61,8 +64,26 @@ def convert(
     tensors: dict[str, Deferred | np.ndarray] = {**found.computed}
     for tensor in found.tensors:
         tensors[tensor.name] = _deferred(tensor, _stored_as(tensor, DTYPES[chosen]))
-    write(path, metadata, tensors)
+    write(path, metadata, tensors, check=lambda part: check_runs(part, path))
     return tensors
+
+
+def check_runs(part: Path, path: Path, base: Path | None = None) -> None:
+    """Raise InputError unless packtrain opens this file, which will be `path`, and reads a token with it.
+
+    base  the file is an adapter of this model
+    """
+    try:
+        model = open_model(base or part)
+        model = adapted(model, read_scaled((f"{part}:1",), model.gguf)) if base else model
+        model.tokenizer()
+        sound = np.isfinite(Context(model, cells=1, cache="f32", prompts=(1,)).decode([0])).all()
+    except InputError as error:
+        raise InputError(str(error).replace(str(part), str(path))) from None
+    if not sound:
+        raise InputError(
+            f"{path}: a token gets logits that are not finite; the weights are not usable"
+        )
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -31,14 +31,15 @@ def check_agreement(
     steps: Steps | None,
     pieces: Encode | None,
     tokenizer: Tokenizer,
+    joins: bool = False,
 ) -> None:
     """Raises InputError with the first text of which the tokenizer gives other ids than the files do.
 
     Reads a tokenizer.json by the tokenizers package where it is installed, else by its merges; a tokenizer.model by
-    `pieces`. Byte-level vocabularies are not read in another way.
+    `pieces`, which `joins` runs of spaces. Byte-level vocabularies are not read in another way.
     """
     texts: Iterable[str] = _texts(tokenizer)
-    alike, source = steps.alike if steps else str, "the tokenizers package"
+    alike, source = steps.alike if steps else _joined if joins else str, "the tokenizers package"
     theirs = _by_package(path) if fast else None
     if steps and theirs:
         texts = chain(texts, _special(steps, fast))
@@ -58,6 +59,11 @@ def check_agreement(
                 f"{path}: the GGUF's vocabulary would be another: {source} encodes {text[:60]!r} as"
                 f" {wanted[:20]}, the GGUF as {got[:20]}"
             )
+
+
+def _joined(text: str) -> str:
+    """Without spaces around it, and one where there are several."""
+    return " ".join(filter(None, text.split(" ")))
 
 
 def _texts(tokenizer: Tokenizer) -> Iterator[str]:

@@ -48,6 +48,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     for name, stored in open_tensors(folder).items():
         if not name.startswith(OTHERS) and not name.endswith(UNUSED):
             tensors[alone(name)] = stored
+    if not tensors:
+        raise InputError(f"{folder}: its files have no tensors of a language model")
     return Checkpoint(folder, kinds[0], Given(folder / CONFIG, config), tensors)
 
 

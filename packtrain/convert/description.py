@@ -13,6 +13,7 @@ import numpy as np
 
 from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.tensors import Tensor, tensors_of
+from packtrain.convert.unread import check_unread
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.models.arch import architecture as arch
@@ -20,15 +21,21 @@ from packtrain.models.arch import classes
 from packtrain.models.arch.architecture import BIASES, FACTORS, LONG, SHORT, Family, Keys
 from packtrain.models.arch.given import ORIGINAL, Given
 from packtrain.models.arch.sizes import Sizes
-from packtrain.models.config import Config
+from packtrain.models.config import Config, RopeScaling
 from packtrain.models.keys import ROPE_FREQ_BASE, eps_key
 
 YARN = {
-    "ext_factor": "extrapolation_factor", "attn_factor": "attention_factor", "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-}  # fmt: skip
-SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu")
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}  # how often a pair turns in the original context where the ramp ends
+ATTN_FACTOR, MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
+CLOSE = 1e-6
+SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
 RELU_2 = ("relu2",)
+NEW_ACT = "hidden_activation"
+TANH = ("falcon", "gemma")  # what they call gelu is its tanh form, in llama.cpp
+UNWINDOWED = ("Qwen", "SmolLM3")  # classes that have windows only if `use_sliding_window` says so
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 # names of keys that some configs have
 OTHER_NAMES = {
     "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
@@ -57,12 +64,21 @@ def describe(checkpoint: Checkpoint) -> Description:
         raise InputError(
             f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; supported are {', '.join(known)}"
         )
+    for key in LAYERS:
+        count, most = given.get(key, 0), len(checkpoint.tensors)
+        if type(count) is int and count > most:
+            raise given.wrong(key, count, f"at most {most}, the number of tensors")
     given = given.renamed(OTHER_NAMES)
     architecture, family = known[known[checkpoint.kind][1].other(given) or checkpoint.kind]
     given = family.usual(given)
     activations = GELU if architecture.gelu else SILU if architecture.gated else RELU_2
-    activation = "hidden_activation" if given.values.get("hidden_activation") else "hidden_act"
-    given.one_of(activation, activations[0], *activations)
+    if given.get(NEW_ACT):
+        given.one_of(NEW_ACT, None, *activations)
+    if (
+        not given.get(NEW_ACT) or architecture.name == "gemma"
+    ):  # the others of that key do not read the old one
+        loose = ("gelu",) if architecture.gelu and architecture.name.startswith(TANH) else ()
+        given.one_of("hidden_act", activations[0], *activations, *loose)
     sizes = _sizes(given, family)
     config = Config(
         **asdict(sizes),
@@ -72,12 +88,13 @@ def describe(checkpoint: Checkpoint) -> Description:
         **family.kinds(given),
     )
     tensors = tensors_of(checkpoint, config, family)
-    keys = _common(given, sizes, architecture, family) | _rope(given, architecture, family)
-    keys |= family.keys(given, sizes) | _expert_keys(sizes)
+    own = family.keys(given, sizes)
+    rope, computed = _rope(given, sizes, architecture, family, own)
+    keys = _common(given, sizes, architecture, family) | rope | own | _expert_keys(sizes)
     metadata = {"general.architecture": Value("string", architecture.name)}
     metadata |= {f"{architecture.name}.{key}": _value(value) for key, value in keys.items()}
-    computed = _factors(given, sizes.head_width)
     computed |= {FACTORS: family.factors(given)} if family.factors else {}
+    check_unread(checkpoint.config, not checkpoint.kind.startswith(UNWINDOWED))
     return Description(metadata, tensors, computed, sizes.vocab_size, family)
 
 
@@ -91,9 +108,9 @@ def _value(value: int | float | bool | str | list[bool] | list[int] | list[float
 def _sizes(c: Given, family: Family) -> Sizes:
     width, heads, experts = c.size("hidden_size"), c.size("num_attention_heads"), family.experts
     default = family.head_width or width // heads
-    if not (family.head_width or c.values.get("head_dim")) and width % heads:
+    if not (family.head_width or c.get("head_dim")) and width % heads:
         raise c.wrong("num_attention_heads", heads, f"a divisor of hidden_size {width}")
-    if experts and c.values.get(experts.count[0]) == 0:
+    if experts and c.get(experts.count[0]) == 0:
         experts = None
     shared, dense = experts.others(c) if experts else (0, 0)
     return Sizes(
@@ -122,7 +139,7 @@ def _biases(c: Given, family: Family) -> tuple[str, ...]:
 
 
 def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family) -> Keys:
-    name, default = ("layer_norm_eps", 1e-5) if architecture.layer_norms else ("rms_norm_eps", 1e-6)
+    eps = "layer_norm_eps" if architecture.layer_norms else "rms_norm_eps"
     keys: Keys = {
         "context_length": sizes.context_length,
         "embedding_length": sizes.embedding_length,
@@ -130,11 +147,11 @@ def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Fam
         "feed_forward_length": sizes.feed_forward_length,
         "attention.head_count": sizes.head_count,
         "attention.head_count_kv": sizes.head_count_kv,
-        eps_key(architecture): c.real(name, default),
+        eps_key(architecture): c.real(eps),
         "rope.freq_base": c.base(family.rope_freq_base),
     }
     width = sizes.head_width
-    if width * sizes.head_count != sizes.embedding_length or c.values.get("head_dim"):
+    if width * sizes.head_count != sizes.embedding_length or c.get("head_dim"):
         keys |= {"attention.key_length": width, "attention.value_length": width}
     usual = {
         "rope.freq_base": ROPE_FREQ_BASE,
@@ -156,13 +173,19 @@ def _expert_keys(sizes: Sizes) -> Keys:
 # ---- rope ------------------------------------------------------------------------------------------------
 
 
-def _rope(c: Given, architecture: arch.Architecture, family: Family) -> Keys:
-    """Keys of rope scaling, if there is any."""
+def _rope(
+    c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family, own: Keys
+) -> tuple[Keys, dict[str, np.ndarray]]:
+    """Keys of rope scaling, if there is any, and divisors of its frequencies as tensors."""
     found, kind = c.full_rotation(), c.scaling()
-    by_tensors = (("llama3", FACTORS), ("longrope", LONG))
-    computed = [name for name, tensor in by_tensors if tensor in architecture.optional]
-    if kind in ("default", *computed, *family.scalings):
-        return {}
+    by_tensors = {"llama3": FACTORS, "longrope": LONG}
+    computed = [name for name, tensor in by_tensors.items() if tensor in architecture.optional]
+    if kind == "llama3" in computed:
+        return {}, {FACTORS: _llama3(c, c.base(family.rope_freq_base), sizes.head_width)}
+    if kind == "longrope" in computed:
+        return {}, _long(c, c.turned(sizes.head_width) // 2)
+    if kind in ("default", *family.scalings):
+        return {}, {}
     if kind not in ("linear", "yarn"):
         right = " or ".join(("default", "linear", "yarn", *computed))
         raise c.wrong("rope_scaling.type", kind, right)
@@ -170,22 +193,62 @@ def _rope(c: Given, architecture: arch.Architecture, family: Family) -> Keys:
         "rope.scaling.type": kind,
         "rope.scaling.factor": c.number("rope_scaling.factor", found.get("factor")),
     }
-    if kind == "yarn":
-        original = found.get(ORIGINAL, c.values.get(ORIGINAL))
-        keys["rope.scaling.original_context_length"] = int(c.number(ORIGINAL, original))
-        for key, name in YARN.items():
-            if found.get(name) is not None:
-                keys[f"rope.scaling.yarn_{key}"] = c.number(f"rope_scaling.{name}", found[name])
-    return keys
+    return _yarn(c, sizes, architecture, family, keys, own) if kind == "yarn" else (keys, {})
 
 
-def _factors(c: Given, head_width: int) -> dict[str, np.ndarray]:
-    """Divisors of the rope frequencies as tensors."""
-    found, factors = c.full_rotation(), {}
-    if c.scaling() == "llama3":
-        return {FACTORS: _llama3(c, found, head_width)}
-    for name, tensor in (("long", LONG), ("short", SHORT)) if c.scaling() == "longrope" else ():
-        listed, count = found.get(f"{name}_factor"), c.turned(head_width) // 2
+def _yarn(
+    c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family, keys: Keys, own: Keys
+) -> tuple[Keys, dict[str, np.ndarray]]:
+    """YaRN by its keys; by divisors of frequencies where llama.cpp reads no keys for its ramp, but divisors."""
+    found, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
+    original = c.number(ORIGINAL, found.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
+    turns = {key: c.number(f"rope_scaling.{key}", found.get(key) or n) for key, n in YARN.items()}
+    keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if found.get(key)}
+    keys["rope.scaling.original_context_length"] = int(original)
+    (fast, slow), latent = turns.values(), bool(family.latent)
+    scaling = RopeScaling("yarn", factor, 0, 1.0, fast, slow, float(str(own.get(MULTIPLIER, 0.0))))
+    turned = c.turned(sizes.head_width) if architecture.partial_rope else sizes.head_width
+    place = sizes.rope_dims or turned, c.base(family.rope_freq_base), int(original)
+    low, high = scaling.blend(*place, truncate=found.get("truncate") is not False) or (0.0, 1.0)
+    same = (low, high) == scaling.blend(*place)
+    others = {
+        key: n for key, n in YARN.items() if f"rope.scaling.yarn_{key}" not in architecture.keys
+    }
+    wrong = {k: n for k, n in others.items() if turns[k] != n} | (
+        {} if same else {"truncate": True}
+    )
+    longer = _growth(c, found, factor)
+    if wrong and FACTORS in architecture.optional:
+        ramp = np.clip((np.arange(place[0] // 2) - low) / (high - low), 0, 1)
+        divisors = (1 / (1 - ramp + ramp / factor)).astype(np.float32)
+        return {ATTN_FACTOR: longer}, {FACTORS: divisors}
+    for key, n in wrong.items():
+        right = f"{n}: files of a {architecture.name} hold no other"
+        raise c.wrong(f"rope_scaling.{key}", found.get(key), right)
+    more = longer / scaling.magnitude(factor, latent)
+    if abs(more - 1) <= CLOSE:
+        return keys, {}
+    if latent:
+        raise c.wrong("rope_scaling.attention_factor", found.get("attention_factor"), "left out")
+    return keys | {ATTN_FACTOR: more}, {}
+
+
+def _growth(c: Given, found: Mapping[str, Any], factor: float) -> float:
+    """What YaRN multiplies cosines and sines by."""
+    names = ("attention_factor", "mscale", "mscale_all_dim")
+    longer, own, shared = (
+        c.number(f"rope_scaling.{name}", found[name]) if found.get(name) else 0.0 for name in names
+    )
+    own, shared = (own, shared) if own and shared else (1.0, 0.0)
+    log = 0.1 * math.log(max(factor, 1.0))
+    return longer or (1 + own * log) / (1 + shared * log)
+
+
+def _long(c: Given, count: int) -> dict[str, np.ndarray]:
+    """The divisors of longrope: for long contexts and short ones."""
+    factors = {}
+    for name, tensor in (("long", LONG), ("short", SHORT)):
+        listed = c.full_rotation().get(f"{name}_factor")
         if not isinstance(listed, list) or len(listed) != count:
             raise c.wrong(f"rope_scaling.{name}_factor", listed, f"a list of {count} numbers")
         numbers = [c.number(f"rope_scaling.{name}_factor", n) for n in listed]
@@ -193,17 +256,12 @@ def _factors(c: Given, head_width: int) -> dict[str, np.ndarray]:
     return factors
 
 
-def _llama3(c: Given, given: Mapping[str, Any], width: int) -> np.ndarray:
+def _llama3(c: Given, base: float, width: int) -> np.ndarray:
     """Llama 3's rope scaling: long wavelengths are stretched by `factor`, short ones are kept, with a ramp between."""
-
-    def number(name: str, default: float) -> float:
-        return c.number(f"rope_scaling.{name}", given.get(name, default))
-
-    factor, low, high = (
-        number("factor", 8.0), number("low_freq_factor", 1.0), number("high_freq_factor", 4.0)
-    )  # fmt: skip
-    original = number(ORIGINAL, 8192)
-    base = number("rope_theta", 10_000.0)
+    names = "factor", "low_freq_factor", "high_freq_factor"
+    found = c.full_rotation()
+    factor, low, high = (c.number(f"rope_scaling.{name}", found.get(name)) for name in names)
+    original = c.number(ORIGINAL, found.get(ORIGINAL, c.get("max_position_embeddings")))
     waves = 2 * math.pi * base ** (np.arange(0, width, 2, dtype=np.float64) / width)
     smooth = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)

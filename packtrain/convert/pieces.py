@@ -62,7 +62,6 @@ def read_pieces(path: Path) -> PieceModel:
         (not before.get(ESCAPES, 1), "escape_whitespaces must be true"),
         (unigram and any(piece[1] == BYTE for piece in pieces), "byte_fallback must be false for UNIGRAM"),
         (not unigram and replacements, "normalization_rule_name must be identity for BPE"),
-        (not unigram and joins, "remove_extra_whitespaces must be false for BPE"),
     ):  # fmt: skip
         if wrong:
             raise InputError(f"{path}: {text}, as vocabularies of GGUF files have no other")

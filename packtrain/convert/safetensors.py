@@ -20,6 +20,7 @@ from packtrain.errors import InputError
 from packtrain.files import atomic_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ENDS = (".safetensors",), (".bin", ".pth", ".pt")
 LENGTH_NBYTES, LONGEST = 8, 100_000_000  # the format's own limit of its header
 READABLE = {"F32": f32, "F16": f16, "BF16": bf16}
 # bytes per element of every type of the format; more than half of them cannot be read as weights
@@ -54,6 +55,14 @@ class Stored:
             raise InputError(f"{self.path}: {self.name} is of type {self.kind}; it must be U8")
         return np.ndarray(self.shape, np.uint8, self.data, self.start)
 
+    def same(self, other: "Stored") -> bool:
+        """Whether both have the same type, shape and bytes."""
+        if (self.kind, self.shape) != (other.kind, other.shape):
+            return False
+        size = math.prod(self.shape) * NBYTES[self.kind]
+        mine, its = (np.ndarray((size,), np.uint8, s.data, s.start) for s in (self, other))
+        return np.array_equal(mine, its)
+
     def array(self) -> np.ndarray:
         return np.ndarray(self.shape, self.dtype.numpy, self.data, self.start)
 
@@ -63,9 +72,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         return open_file(folder / SINGLE)
     if not (folder / INDEX).exists():
-        raise InputError(
-            f"{folder}: there is no {SINGLE} and no {INDEX}; a checkpoint must be in safetensors files"
-        )
+        raise InputError(_missing(folder / SINGLE))
     places = _places(folder / INDEX)
     found: dict[str, Stored] = {}
     for file in dict.fromkeys(places.values()):
@@ -76,6 +83,17 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
             f"{folder / places[missing[0]]}: tensor {missing[0]} is missing; {INDEX} lists it"
         )
     return found
+
+
+def _missing(path: Path) -> str:
+    """Why there is no such file: which ones its folder has instead."""
+    shards, pickled = (sorted(n for e in ends for n in path.parent.glob(f"*{e}")) for ends in ENDS)
+    if pickled and not shards:
+        again = "load it with transformers or PEFT, and save it by save_pretrained"
+        return f"{pickled[0]}: pickled tensors are not read; {again}, which writes {path.name}"
+    if shards and path.name == SINGLE:
+        return f"{shards[0]}: it is one of several files, and {INDEX}, which lists them, is missing; get all"
+    return f"{path}: is missing; tensors must be in safetensors files"
 
 
 def _places(path: Path) -> dict[str, str]:
@@ -99,6 +117,8 @@ def open_file(path: Path) -> dict[str, Stored]:
             if len(head) < LENGTH_NBYTES:
                 raise InputError(f"{path}: {len(head)} bytes are not a safetensors file")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise InputError(_missing(path)) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None
     length = int.from_bytes(head, "little")
@@ -116,7 +136,7 @@ def _entry(path: Path, data: Any, begin: int, name: str, about: Any) -> Stored:
     """One tensor of the header, checked against the file."""
     about = about if isinstance(about, dict) else {}
     kind, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if kind not in NBYTES:
+    if not isinstance(kind, str) or kind not in NBYTES:
         raise InputError(
             f"{path}: {name}: dtype is {kind!r}; it must be one of {', '.join(NBYTES)}"
         )

@@ -210,13 +210,26 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
         tensors += _block(found, i, config, family)
     norm = f"{names.prefix}{names.norm}"
     tensors += _both(found, norm, config.traits.last_norm, (width,), config, family.norm_shift)
-    if config.tied:
-        found.tensors.pop(f"{HEAD}weight", None)  # some folders repeat the embedding
-    else:
-        tensors += _both(found, HEAD[:-1], "output", (config.vocab_size, width), config)
+    tensors += _head(found, embedding, config)
     found.check_empty()
     changes = family.changes(checkpoint.config, config)
     return [replace(t, changed=changes.get(_part(t.name))) for t in tensors]
+
+
+def _head(found: _Found, embedding: Stored, config: Config) -> Iterator[Tensor]:
+    """The output head. Some folders of tied models repeat the embedding; others have a head of their own: it counts."""
+    name, traits = f"{HEAD}weight", config.traits
+    head = found.tensors.get(name)
+    repeated = config.tied if head is None else head.same(embedding)
+    if repeated and (config.tied or traits.always_tied) and not traits.always_apart:
+        found.tensors.pop(name, None)
+    elif repeated and head is None:
+        yield Tensor("output.weight", (embedding,))
+    elif traits.always_tied:
+        right = "files of its architecture have no head of their own"
+        raise InputError(f"{found.folder}: {name} is not the embedding; {right}")
+    else:
+        yield from _both(found, HEAD[:-1], "output", embedding.shape, config)
 
 
 def _outside(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:

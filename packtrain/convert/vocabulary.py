@@ -65,12 +65,16 @@ def vocabulary_of(
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
     table.check_strips(tokenizer)
-    theirs = model.encoder(tokenizer.leads) if model else None
-    check_agreement(
-        table.path if table.fast else folder / MODEL, table.fast, steps, theirs, tokenizer
-    )
+    joins = model is not None and not model.unigram and model.joins
+    if joins:
+        notes.append(
+            "remove_extra_whitespaces is true: runs of spaces count as one there, and readers of a GGUF keep them"
+        )
+    theirs, path = model.encoder(tokenizer.leads) if model else None, table.path
+    path = path if table.fast else folder / MODEL
+    check_agreement(path, table.fast, steps, theirs, tokenizer, joins)
     for note in notes:
-        say(f"{table.path}: {note}")
+        say(f"{path}: {note}")
     return metadata
 
 
@@ -100,7 +104,10 @@ class _Table:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.path = folder, folder / "tokenizer.json"
-        self.about, self.fast = _optional(folder / "tokenizer_config.json"), _optional(self.path)
+        about, special = (
+            folder / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map")
+        )
+        self.about, self.fast = _optional(special) | _optional(about), _optional(self.path)
         self.model = read_pieces(folder / MODEL) if (folder / MODEL).exists() else None
         unigram = self.model is not None and self.model.unigram
         self.steps = read_steps(self.path, self.fast) if self.fast and not unigram else None
@@ -312,11 +319,14 @@ def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Value]:
-    """The chat template, and others by name."""
+    """The chat template, and others by name; those in files of their own replace the tokenizer's config's."""
     given = about.get("chat_template")
-    if given is None and (folder / "chat_template.jinja").exists():
-        given = read_text(folder / "chat_template.jinja")
-    if given is None:
+    files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        given = [{"name": name, "template": read_text(path)} for name, path in files.items()]
+    elif given is None:
         given = _optional(folder / "chat_template.json").get("chat_template")
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     values_by_key: dict[str, Value] = {}

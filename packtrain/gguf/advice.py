@@ -99,4 +99,9 @@ def other_content(path: Path, begin: bytes) -> str:
             f"; it is a safetensors file: {_convert(path.parent)} makes a GGUF file of its folder, with config.json and"
             " the tokenizer's files"
         )
+    if begin[8:12] in (b"blk.", b"outp", b"toke"):
+        return (
+            "; it is an importance matrix in llama.cpp's older format, which llama-imatrix converts:"
+            " --in-file OLD -o NEW.gguf"
+        )
     return ""

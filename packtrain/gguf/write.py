@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packtrain.dtypes import NUMPY, Dtype
-from packtrain.files import atomic_file, write_ahead
+from packtrain.files import Check, atomic_file, write_ahead
 from packtrain.gguf import format as gguf_format
 from packtrain.gguf.format import AXES, KINDS, MAGIC, NAME_NBYTES, NUMERIC, VERSIONS, Value
 
@@ -51,15 +51,17 @@ def write(
     metadata: Mapping[str, Value],
     tensors: Mapping[str, np.ndarray | Deferred],
     waiting: int = 0,
+    check: Check = bool,
 ) -> None:
     """Write a GGUF file atomically.
 
     tensors  arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred
     waiting  bytes of finished parts that may wait to be written; 0: only one, while the next of its tensor is made
+    check    is called with the whole file before it gets its name; where it raises, no file is left
     Raises GGUFError for names or values the format cannot hold, OSError if writing fails; an existing file then stays
     as it was.
     """
-    with atomic_file(path) as file:
+    with atomic_file(path, check) as file:
         made = {name: _deferred(name, given) for name, given in tensors.items()}
         _write(file, metadata, made, waiting)
 

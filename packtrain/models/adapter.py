@@ -13,6 +13,7 @@ import numpy as np
 
 from packtrain.dtypes import bf16, f16, f32
 from packtrain.errors import InputError
+from packtrain.files import Check
 from packtrain.gguf import GGUF, Deferred, Value, write
 from packtrain.models.lora import EMBEDDING, SUFFIXES, fitting, scale_of
 from packtrain.quant import dequantize
@@ -186,7 +187,9 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def write_adapter(path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None) -> None:
+def write_adapter(
+    path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None, check: Check = bool
+) -> None:
     """Write an adapter for llama.cpp's --lora, in f32; `base` is needed where experts may have factors."""
     factors = _factors(adapter.pairs, base) if base is not None else {}
     metadata = {
@@ -204,7 +207,7 @@ def write_adapter(path: str | Path, adapter: Adapter, name: str, base: GGUF | No
     }
     for of, by in factors.items():
         tensors[of + SUFFIXES[1]] = _times(adapter.pairs[of][1], by)
-    write(path, metadata, tensors)
+    write(path, metadata, tensors, check=check)
 
 
 def _times(b: np.ndarray, by: np.ndarray) -> Deferred:

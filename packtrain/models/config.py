@@ -62,7 +62,9 @@ class RopeScaling:
         longer = 1.0 + self.log_multiplier * math.log(self.divisor)
         return self.magnitude(self.divisor, True) * whole * longer
 
-    def blend(self, dims: int, base: float, context: int) -> tuple[float, float] | None:
+    def blend(
+        self, dims: int, base: float, context: int, truncate: bool = True
+    ) -> tuple[float, float] | None:
         """YaRN's ramp: pairs up to the first number keep their frequency, those from the second on are divided."""
         if self.type != "yarn":
             return None
@@ -71,8 +73,9 @@ class RopeScaling:
             length = context / (2 * math.pi * turns)
             return dims * math.log(length) / (2 * math.log(base))
 
-        low = max(0.0, math.floor(pair(self.beta_fast)))
-        high = min(dims - 1.0, math.ceil(pair(self.beta_slow)))
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
+        low, high = max(0.0, low), min(dims - 1.0, high)
         return low, max(high, low + LONGEST_DIVIDED)
 
 

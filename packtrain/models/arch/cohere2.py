@@ -12,6 +12,8 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     given.one_of("use_qk_norm", False, False)
     given.one_of("layer_switch", EVERY, EVERY)
     given.one_of("sliding_window_pattern", EVERY, EVERY)
+    if given.scaling() != "default":
+        raise given.wrong("rope_scaling.type", given.scaling(), "default")
     given.windows_every(EVERY, sizes.block_count)
     return {
         "logit_scale": given.real("logit_scale", 0.0625),

@@ -25,7 +25,10 @@ ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_
 
 def usual(given: Given) -> Given:
     """With the width of a whole head, and keys and values of every head."""
-    width = given.size("qk_nope_head_dim") + given.size("qk_rope_head_dim")
+    turned = given.size("qk_rope_head_dim")
+    width = given.size("qk_nope_head_dim") + turned
+    for key, right in (("head_dim", turned), ("qk_head_dim", width), ("rope_interleave", True)):
+        given.one_of(key, right, right)
     return given.but(head_dim=width, num_key_value_heads=given.size("num_attention_heads"))
 
 
@@ -56,7 +59,7 @@ def routing(given: Given) -> Keys:
         given.one_of("n_group", 1, 1)
     found: Keys = {
         "expert_gating_func": SIGMOID if third else SOFTMAX,
-        "expert_weights_scale": given.real("routed_scaling_factor", 1.0),
+        "expert_weights_scale": given.real("routed_scaling_factor", None if third else 1.0),
     }
     if third and given.flag("norm_topk_prob", True):
         found["expert_weights_norm"] = True

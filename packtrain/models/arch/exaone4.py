@@ -13,8 +13,9 @@ BLOCKS = 64  # those of the 32B, which alone has windows in llama.cpp
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     blocks, keys = sizes.block_count, Keys(vocab_size=sizes.vocab_size)
-    window, local = given.values.get("sliding_window"), given.windows(sizes.block_count)
-    if (blocks == BLOCKS) != bool(window and any(local)):
+    local = given.windows(sizes.block_count)
+    window = given.stated("sliding_window", True)  # where the key is missing transformers has one
+    if window is True or (blocks == BLOCKS) != bool(window) or bool(window) != any(local):
         right = f"a number in a model of {BLOCKS} blocks, and null in others, as in llama.cpp"
         raise given.wrong("sliding_window", window, right)
     if window:
@@ -35,5 +36,5 @@ ARCHITECTURE = Architecture(
     keys={"attention.sliding_window": 4096, "attention.sliding_window_pattern": 4},
     ignored=("rope.freq_base_swa",),
     optional=(FACTORS,),
-    families=(Family(("Exaone4ForCausalLM",), olmo2.MODULES, keys, rope_freq_base=1_000_000.0),),
+    families=(Family(("Exaone4ForCausalLM",), olmo2.MODULES, keys),),
 )

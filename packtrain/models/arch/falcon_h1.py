@@ -33,7 +33,9 @@ def optional(given: Given) -> tuple[str, ...]:
 def keys(given: Given, sizes: Sizes) -> Keys:
     for name in ("attention_bias", "mlp_bias", "projectors_bias"):
         given.one_of(name, False, False)
-    if given.flag("mamba_rms_norm"):  # llama.cpp gates first
+    if given.get("mamba_norm_before_gate", True) and given.flag(
+        "mamba_rms_norm"
+    ):  # llama.cpp gates first
         given.one_of("mamba_norm_before_gate", True, False)
     if given.flag("tie_word_embeddings"):  # one matrix has one multiplier
         by = given.real("embedding_multiplier", 1.0)

@@ -7,7 +7,7 @@ from packtrain.models.arch.architecture import BLOCK, Architecture, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
-TOKENS_BACK, MOST_SCORE, MOST_LOGIT = 4096, 50.0, 30.0
+TOKENS_BACK, CAPS = 4096, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 NORMS_BEHIND = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -17,15 +17,15 @@ NORMS_BEHIND = {
 def check_scale(architecture: Architecture, given: Given, sizes: Sizes) -> None:
     """Check the scale of attention scores, for which GGUF has no key."""
     width = architecture.scored_width(sizes)
-    given.one_of("query_pre_attn_scalar", width, width)
+    given.one_of("query_pre_attn_scalar", 256, width)
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     check_scale(ARCHITECTURE, given, sizes)
+    given.windows_every(2, sizes.block_count)
     return {
         **gemma.keys(given, sizes),
-        "attn_logit_softcapping": given.real("attn_logit_softcapping", MOST_SCORE),
-        "final_logit_softcapping": given.real("final_logit_softcapping", MOST_LOGIT),
+        **{key: given.number(key, given.stated(key, most)) for key, most in CAPS.items()},
         "attention.sliding_window": given.size("sliding_window", TOKENS_BACK),
     }
 
@@ -44,8 +44,7 @@ ARCHITECTURE = Architecture(
     keys={
         "attention.sliding_window": TOKENS_BACK,
         "attention.sliding_window_pattern": 2,
-        "attn_logit_softcapping": MOST_SCORE,
-        "final_logit_softcapping": MOST_LOGIT,
+        **CAPS,
     },
     families=(FAMILY,),
 )

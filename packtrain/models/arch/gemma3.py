@@ -14,17 +14,13 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     gemma2.check_scale(ARCHITECTURE, given, sizes)
     given.one_of("attn_logit_softcapping", None, None)
     given.one_of("sliding_window_pattern", EVERY, EVERY)
-    full = (i % EVERY == EVERY - 1 for i in range(sizes.block_count))
-    pattern = ["full_attention" if one else "sliding_attention" for one in full]
-    given.one_of("layer_types", pattern, pattern)
+    given.one_of("_sliding_window_pattern", EVERY, EVERY)
+    given.windows_every(EVERY, sizes.block_count)
     keys: Keys = {
         **gemma.keys(given, sizes),
         "attention.sliding_window": given.size("sliding_window", gemma2.TOKENS_BACK),
     }
-    local = given.rotation().get("sliding_attention")
-    base = local.get("rope_theta") if isinstance(local, dict) else None
-    base = given.get("rope_local_base_freq", BASE) if base is None else base
-    keys["rope.freq_base_swa"] = given.number("rope_local_base_freq", base)
+    keys["rope.freq_base_swa"] = given.near_base()
     if given.get("final_logit_softcapping") is not None:
         keys["final_logit_softcapping"] = given.real("final_logit_softcapping")
     return keys

@@ -53,17 +53,14 @@ def check(given: Given, blocks: int) -> None:
     given.one_of("attention_bias", False, False)
     given.one_of("altup_correct_scale", True, True)
     shares = [SHARE if i < SPARSE else 0.0 for i in range(blocks)]
-    if given.get(SPARSITY, shares) != shares:
+    if given.get(SPARSITY) != shares:
         right = f"{SHARE} for the first {SPARSE} blocks and 0.0 for others, as llama.cpp has it"
         raise given.wrong(SPARSITY, given.get(SPARSITY), right)
 
 
 def kinds(given: Given) -> dict[str, Any]:
     blocks = given.size("num_hidden_layers")
-    pattern = tuple(given.windows(blocks))
-    if len(pattern) != blocks:
-        right = f"{blocks} times {SLIDING} or {FULL}"
-        raise given.wrong("layer_types", given.get("layer_types"), right)
+    pattern = tuple(given.windows(blocks, required=True))
     check(given, blocks)
     own = min(blocks, OWNING)
     if own < blocks and (pattern[own - 1] or not pattern[own - 2]):
@@ -78,14 +75,11 @@ def kinds(given: Given) -> dict[str, Any]:
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     blocks, found = sizes.block_count, kinds(given)
-    local = given.rotation().get(SLIDING)
-    base = local.get("rope_theta") if isinstance(local, dict) else None
-    base = given.get("rope_local_base_freq", 1e4) if base is None else base
     keys: Keys = {
         "attention.sliding_window": given.size("sliding_window"),
         "attention.sliding_window_pattern": list(found["window_pattern"]),
         "attention.shared_kv_layers": blocks - min(blocks, OWNING),
-        "rope.freq_base_swa": given.number("rope_local_base_freq", base),
+        "rope.freq_base_swa": given.near_base(),
         "embedding_length_per_layer_input": OWN,
         "altup.active_idx": 0,
         "altup.num_inputs": STREAMS,

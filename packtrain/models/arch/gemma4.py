@@ -11,7 +11,7 @@ import numpy as np
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2
 from packtrain.models.arch.architecture import FACTORS, Architecture, Experts, Family, Keys, Names
-from packtrain.models.arch.given import FULL, SLIDING, Given
+from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
 LAYERS = {
@@ -50,11 +50,10 @@ def usual(given: Given) -> Given:
 
 def kinds(given: Given) -> dict[str, Any]:
     blocks, wide = given.size("num_hidden_layers"), given.size("intermediate_size")
-    pattern = tuple(given.windows(blocks))
-    if len(pattern) != blocks:
-        right = f"{blocks} times {SLIDING} or {FULL}"
-        raise given.wrong("layer_types", given.get("layer_types"), right)
+    pattern = tuple(given.windows(blocks, required=True))
     shared, layers = (given.get(key) and given.size(key) for key in (SHARED, OWN))
+    if given.stated(OWN, "") == "":
+        raise given.wrong(OWN, None, "a whole number, or 0")
     own = blocks - shared if shared else 0
     if shared and (own < 2 or pattern[own - 1] or not pattern[own - 2]):
         right = "0, or leave a block with a window and one without as the last with keys and values"
@@ -85,7 +84,6 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     given.one_of("attention_bias", False, False)
     if given.scaling() != PROPORTIONAL:
         raise given.wrong("rope_parameters.full_attention.rope_type", given.scaling(), PROPORTIONAL)
-    local = given.rotation().get(SLIDING) or {}
     near = given.size("near_head_dim")
     keys: Keys = {
         "attention.sliding_window": given.size("sliding_window"),
@@ -96,7 +94,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
         "attention.value_length_swa": near,
         "rope.dimension_count": sizes.head_width,
         "rope.dimension_count_swa": near,
-        "rope.freq_base_swa": given.number("rope_theta", local.get("rope_theta", 1e4)),
+        "rope.freq_base_swa": given.near_base(),
     }
     if found["feed_forward_lengths"]:
         keys["feed_forward_length"] = list(found["feed_forward_lengths"])

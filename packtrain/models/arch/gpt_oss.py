@@ -5,7 +5,7 @@ arXiv 2508.10925. The weights of the chosen experts are a softmax of their logit
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import FULL, SLIDING, Given
+from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
 EVERY = 2
@@ -32,9 +32,7 @@ ENDS = {
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
-    blocks = range(sizes.block_count)
-    pattern = [FULL if i % EVERY == EVERY - 1 else SLIDING for i in blocks]
-    given.one_of("layer_types", pattern, pattern)
+    given.windows_every(EVERY, sizes.block_count)
     given.one_of("swiglu_limit", 7.0, 7.0)
     given.one_of("swiglu_alpha", 1.702, 1.702)
     given.one_of("attention_bias", True, True)
@@ -69,7 +67,7 @@ ARCHITECTURE = Architecture(
                 stacked=STACKED,
             ),
             optional=lambda given: ALL_BIASES,
-            rope_freq_base=150_000.0,
+            rope_freq_base=0.0,
             head_width=64,
             ends=ENDS,
         ),

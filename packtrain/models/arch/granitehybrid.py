@@ -23,7 +23,7 @@ def usual(given: Given) -> Given:
 def other(given: Given) -> str:
     """Where all blocks attend, the class is only a Granite, with rope."""
     kinds = given.get("layer_types")
-    if not isinstance(kinds, list) or not kinds or {*kinds} - {*ATTENDING}:
+    if not isinstance(kinds, list) or not kinds or any(kind not in ATTENDING for kind in kinds):
         return ""
     given.one_of("position_embedding_type", None, "rope")
     return granite.ALL_ATTEND if not given.get("num_local_experts", 8) else granitemoe.CLASSES[1]
@@ -41,10 +41,7 @@ def scan(given: Given, inner: int) -> Scan:
 
 
 def mixing(given: Given) -> dict[str, Any]:
-    kinds, blocks = given.get("layer_types"), given.size("num_hidden_layers")
-    known = {*ATTENDING, *SCANNING}
-    if not isinstance(kinds, list) or len(kinds) != blocks or {*kinds} - known:
-        raise given.wrong("layer_types", kinds, f"{blocks} times {' or '.join(sorted(known))}")
+    kinds = given.kinds(given.size("num_hidden_layers"), *ATTENDING, *SCANNING)
     attending = tuple(kind in ATTENDING for kind in kinds)
     if all(attending) or not any(attending):
         raise given.wrong("layer_types", kinds, "attention in some blocks and mamba in others")

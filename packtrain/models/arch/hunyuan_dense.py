@@ -14,7 +14,10 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     if given.scaling() != "dynamic":
         return {}
     width = sizes.head_width
-    alpha = given.number("alpha", given.full_rotation().get("alpha", 50.0))
+    found = given.full_rotation()
+    alpha = given.number("alpha", found.get("alpha"))
+    for idle in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        found.get(idle)
     return {
         "rope.freq_base": given.base(10_000.0) * alpha ** (width / (width - 2)),
         "rope.scaling.type": "none",

@@ -14,6 +14,7 @@ PARTS = "attn_q", "attn_k", "attn_v"
 def keys(given: Given, sizes: Sizes) -> Keys:
     """Dynamic scaling of rope begins behind the context, where llama.cpp has none."""
     given.one_of("bias", False, False)
+    given.full_rotation().get("factor")  # without effect within the context
     return {}
 
 

@@ -41,9 +41,7 @@ def tied(given: Given) -> Given:
 
 def mixing(given: Given) -> dict[str, Any]:
     """Which blocks attend, and the width of the convolutions of the others."""
-    kinds, blocks = given.get("layer_types"), given.size("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != blocks or {*kinds} != {FULL, CONV}:
-        raise given.wrong("layer_types", kinds, f"{blocks} times {FULL} or {CONV}, both somewhere")
+    kinds = given.kinds(given.size("num_hidden_layers"), FULL, CONV, every=True)
     given.one_of("conv_bias", False, False)
     attending = tuple(kind == FULL for kind in kinds)
     return {"attending": attending, "conv_width": given.size("conv_L_cache", 3)}

@@ -38,7 +38,8 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     step = sizes.interleave_moe_layer_step
     normed = sizes.expert_count != UNNORMED
     for key, right, *same in (
-        ("no_rope_layers", turned, []), ("layer_types", types), ("attention_chunk_size", CHUNK), ("floor_scale", CHUNK),
+        ("no_rope_layer_interval", EVERY), ("no_rope_layers", turned, []),
+        ("layer_types", types), ("attention_chunk_size", CHUNK), ("floor_scale", CHUNK),
         ("attn_scale", WARMTH), ("attn_temperature_tuning", True, EVERY), ("use_qk_norm", normed),
         ("attention_bias", False), ("moe_layers", list(range(step - 1, sizes.block_count, step))),
     ):  # fmt: skip

@@ -23,5 +23,11 @@ ARCHITECTURE = Architecture(
     "mistral3",
     keys={**EXPERT_KEYS, **BETAS, **dict.fromkeys(RENAMED.values(), 0.0)},
     optional=llama.ARCHITECTURE.optional,
-    families=(Family(("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"), keys=keys),),
+    families=(
+        Family(
+            ("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
+            keys=keys,
+            rope_freq_base=0.0,
+        ),
+    ),
 )

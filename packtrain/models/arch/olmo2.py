@@ -23,11 +23,13 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 def windows(given: Given, sizes: Sizes) -> Keys:
     every = [(i + 1) % 4 != 0 for i in range(sizes.block_count)]
-    given.usual_magnitude()
+    base = given.base(BASE)
+    if given.near_base(BASE) != base:
+        raise given.wrong("rope_theta", base, f"{BASE} in all layers, those with a window, too")
     return {
         **keys(given, sizes),
         "attention.sliding_window": given.size("sliding_window"),
-        "rope.freq_base_swa": given.base(BASE),
+        "rope.freq_base_swa": base,
         "attention.sliding_window_pattern": given.windows(sizes.block_count) or every,
     }
 
@@ -49,7 +51,7 @@ ARCHITECTURE = Architecture(
             ("Olmo3ForCausalLM",), MODULES, windows, rope_freq_base=BASE,
         ),
         Family(
-            ("Olmo2ForCausalLM",), MODULES, keys, rope_freq_base=BASE,
+            ("Olmo2ForCausalLM",), MODULES, keys,
         ),
     ),
 )  # fmt: skip

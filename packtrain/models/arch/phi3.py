@@ -15,17 +15,20 @@ BLOCK = {
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     context = sizes.context_length
-    original = given.size(ORIGINAL, given.full_rotation().get(ORIGINAL, context))
-    window = given.size("sliding_window") if given.values.get("sliding_window") else 0
+    usual = given.full_rotation().get(ORIGINAL, context)  # longrope's is behind that of the class
+    original = given.size(ORIGINAL, None if given.scaling() == "longrope" else usual)
+    given.no_window()
     keys: Keys = {
         "rope.dimension_count": given.turned(sizes.head_width),
         "rope.scaling.original_context_length": original,
-        "attention.sliding_window": window,
+        "attention.sliding_window": given.get("sliding_window", 0),
     }
     if given.scaling() == "longrope":
-        scale = context / original
+        found = given.full_rotation()
+        scale = given.number("factor", found.get("factor") or context / original)
         attention = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-        keys["rope.scaling.attn_factor"] = attention
+        longer = found.get("attention_factor") or attention
+        keys["rope.scaling.attn_factor"] = given.number("attention_factor", longer)
     return keys
 
 

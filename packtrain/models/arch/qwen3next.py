@@ -56,11 +56,7 @@ def usual(given: Given) -> Given:
 
 def mixing(given: Given) -> dict[str, Any]:
     """Which blocks attend, and the sizes of the delta nets of the others."""
-    kinds, blocks = given.get("layer_types"), given.size("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != blocks or {*kinds} != {FULL, LINEAR}:
-        raise given.wrong(
-            "layer_types", kinds, f"{blocks} times {FULL} or {LINEAR}, both somewhere"
-        )
+    kinds = given.kinds(given.size("num_hidden_layers"), FULL, LINEAR, every=True)
     groups, heads = given.size("linear_num_key_heads", 16), given.size("linear_num_value_heads", 32)
     width = given.size("linear_key_head_dim", 128)
     given.one_of("linear_value_head_dim", 128, width)

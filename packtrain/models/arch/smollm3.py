@@ -17,5 +17,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 ARCHITECTURE = Architecture(
-    "smollm3", rope_pause=PAUSE, families=(Family(("SmolLM3ForCausalLM",), keys=keys, tied=True),)
+    "smollm3",
+    rope_pause=PAUSE,
+    families=(Family(("SmolLM3ForCausalLM",), keys=keys, tied=True, rope_freq_base=2e6),),
 )

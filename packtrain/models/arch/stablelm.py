@@ -5,7 +5,7 @@ arXiv 2402.17834.
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, NORM_BIASES, Architecture, Family, Keys
-from packtrain.models.arch.given import Given
+from packtrain.models.arch.given import PARTIAL, Given
 from packtrain.models.arch.sizes import Sizes
 
 HEADS = ("attn_q_norm.weight", "attn_k_norm.weight")
@@ -19,6 +19,10 @@ def keys(given: Given, sizes: Sizes) -> Keys:
         "rope.dimension_count": given.turned(sizes.head_width, 0.25),
         "use_parallel_residual": given.flag("use_parallel_residual"),
     }
+
+
+def usual(given: Given) -> Given:
+    return given.renamed({PARTIAL: ("rope_pct",)})
 
 
 def optional(given: Given) -> tuple[str, ...]:
@@ -46,6 +50,7 @@ ARCHITECTURE = Architecture(
             optional=optional,
             left_out=("rope.freq_base",),
             keys=keys,
+            usual=usual,
         ),
     ),
 )

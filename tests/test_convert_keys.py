@@ -1,0 +1,314 @@
+"""Every key of a config.json is honoured, without effect, or refused by name; so are settings of rope."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain.convert import convert, open_checkpoint
+from packtrain.convert.description import Description, describe
+from packtrain.convert.unread import NEUTRAL, WITHOUT_EFFECT
+from packtrain.errors import InputError
+from packtrain.generation import Generator
+from packtrain.gguf import GGUF
+from packtrain.models.arch import classes
+from packtrain.models.file import open_model
+from tests import hugging_face
+from tests.hugging_face import YARN, write_checkpoint, write_safetensors
+
+IDS = np.random.default_rng(5).integers(3, 300, 12).tolist()
+
+
+def described(folder: Path, config: Mapping[str, Any]) -> Description:
+    (folder / "config.json").write_text(json.dumps(config))
+    return describe(open_checkpoint(folder))
+
+
+def content(found: Description) -> tuple[Any, ...]:
+    """What differs between two descriptions, as text."""
+    metadata = {key: repr(value.value) for key, value in found.metadata.items()}
+    computed = {name: array.tobytes() for name, array in found.computed.items()}
+    changed = [(t.name, t.shift, t.changed and t.changed(np.ones((8, 8), np.float32), 0).tobytes())
+               for t in found.tensors if t.name.count("ssm") == 0]  # fmt: skip
+    return metadata, computed, changed
+
+
+def others(value: Any) -> list[Any]:
+    """Values of another meaning."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value * 2 + 1]
+    if isinstance(value, str):
+        return ["relu"]
+    return [value[::-1]] if isinstance(value, list) and value != value[::-1] else [{"a": 1}, 3]
+
+
+KEYS = [
+    "attention_bias", "mlp_bias", "alibi", "clip_qkv", "use_qk_norm", "partial_rotary_factor", "hidden_activation",
+    "final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "embedding_multiplier", "residual_multiplier",
+    "sliding_window", "use_sliding_window", "use_bidirectional_attention", "is_causal", "attn_output_gate", "new_key",
+    "pruned_heads", "mlp_only_layers", "routed_scaling_factor", "norm_topk_prob", "n_group", "layer_types",
+]  # fmt: skip
+# what a class of transformers does not read either; a head of its own is kept whatever tie_word_embeddings says
+IDLE = {
+    "": {"tie_word_embeddings"},
+    "qwen2": {"sliding_window"},
+    "gemma2": {"hidden_act"},
+    "gemma3": {"hidden_act"},
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "mixtral", "qwen2", "gemma2", "gemma3", "phi3", "olmo3", "glm4", "gpt2"]
+)
+def test_another_value_of_a_key_changes_the_file_or_is_refused(kind: str, tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", kind)
+    usual = content(described(tmp_path / "m", config))
+    idle = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
+    for key in {*config, *KEYS} - {"architectures"} - idle:
+        if key.endswith("_id"):
+            continue
+        for value in others(config.get(key)):
+            try:
+                found = described(tmp_path / "m", config | {key: value})
+            except InputError as error:
+                assert str(error).startswith(str(tmp_path / "m"))
+            else:
+                assert content(found) != usual or key in {"tie_word_embeddings"} | IDLE.get(
+                    kind, set()
+                ), (key, value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2", "falcon 40b"])
+@pytest.mark.parametrize("value", [True, False, 0, 2, 0.5, "x", [], {"a": 1}])
+def test_a_key_that_nobody_knows_is_refused_by_name(kind: str, value: Any, tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", kind)
+    with pytest.raises(
+        InputError, match=r"config\.json: attention_of_tomorrow is .*; it must be left out"
+    ):
+        described(tmp_path / "m", config | {"attention_of_tomorrow": value})
+
+
+def test_keys_without_effect_change_nothing(tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m")
+    usual = content(described(tmp_path / "m", config))
+    idle = {name: 7 for names in WITHOUT_EFFECT.values() for name in names.split()}
+    for gone in ("architectures", "text_config", "quantization_config"):
+        del idle[gone]
+    assert content(described(tmp_path / "m", idle | config)) == usual
+    neutral = {key: values[0] for key, values in NEUTRAL.items()}
+    assert content(described(tmp_path / "m", neutral | config)) == usual
+
+
+def test_no_key_stands_in_two_tables() -> None:
+    names = [name for text in WITHOUT_EFFECT.values() for name in text.split()]
+    assert len(names) == len({*names}) and not {*names} & NEUTRAL.keys()
+
+
+def test_every_attribute_of_a_class_of_transformers_is_known(tmp_path: Path) -> None:
+    """A config as the class writes it, with all of its defaults, is converted: none of its keys is unknown."""
+    transformers = pytest.importorskip("transformers")
+    by_class = {config["architectures"][0]: kind for kind, config in hugging_face.KINDS.items()}
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kinds = {name: kind for kind, name in mapping.items() if isinstance(name, str)}
+    unknown = []
+    for name in classes().keys() & by_class.keys() & kinds.keys():
+        config, _ = write_checkpoint(tmp_path / name, by_class[name])
+        theirs = transformers.CONFIG_MAPPING[kinds[name]](
+            **{k: v for k, v in config.items() if v is not None and k != "experts"}
+        ).to_dict()
+        try:
+            described(tmp_path / name, json.loads(json.dumps(theirs)))
+        except InputError as error:
+            if "does not know what it changes" in str(error):
+                unknown.append(str(error))
+    assert not unknown
+
+
+# ---- YaRN ------------------------------------------------------------------------------------------------------
+
+
+def frequencies(width: int, base: float, rope: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+    """Of YaRN by its paper, as transformers has it: by what pairs turn at a position, and what multiplies them."""
+    factor, original = rope["factor"], rope["original_max_position_embeddings"]
+    plain = base ** -(np.arange(0, width, 2) / width)
+    turns = rope.get("beta_fast", 32.0), rope.get("beta_slow", 1.0)
+    ends = [width * math.log(original / (2 * math.pi * n)) / (2 * math.log(base)) for n in turns]
+    if rope.get("truncate", True):
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], width - 1)
+    ramp = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    one, all = scales if scales[0] and scales[1] else (1.0, 0.0)
+    grown = (1 + 0.1 * one * math.log(factor)) / (1 + 0.1 * all * math.log(factor))
+    return plain * (1 - ramp) + plain / factor * ramp, rope.get("attention_factor") or grown
+
+
+ROPES = [
+    dict(zip(("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "truncate"), values, strict=True))
+    for values in [
+        (None, None, None, None, None), (1.0, None, None, None, None), (1.3, 0.7, 0.4, None, None),
+        (None, 0.7, 0.4, None, None), (None, None, 0.4, None, None), (None, 0.7, 0.7, 16.0, None),
+        (None, None, None, 8.0, True), (None, None, None, None, False), (0.8, None, None, 16.0, False),
+    ]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: "-".join(str(v) for v in rope.values()))
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral3"])
+def test_yarn_turns_as_in_transformers_or_is_refused(
+    kind: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    rope = {key: value for key, value in rope.items() if value is not None}
+    rope |= {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
+    }
+    more = {"llama_4_scaling_beta": 0.1} if kind == "mistral3" else {}
+    write_checkpoint(tmp_path / "m", kind, rope_theta=None, rope_parameters=YARN)
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    config |= {"rope_parameters": rope | more, "rope_theta": None}
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    try:
+        convert(tmp_path / "m", tmp_path / "m.gguf")
+    except InputError as error:
+        assert kind == "qwen2" and ("beta_fast" in str(error) or "truncate" in str(error))
+        return
+    model = open_model(tmp_path / "m.gguf")
+    made = model.config.rope_of(0)
+    assert made is not None
+    want, grown = frequencies(made.dims, 1e4, rope)
+    pairs = np.arange(made.dims // 2)
+    low, high = made.blend or (0.0, 1e-3)
+    ramp = np.clip((pairs - low) / (high - low), 0, 1) if made.blend else np.zeros(len(pairs))
+    factors = GGUF(tmp_path / "m.gguf")
+    divisors = factors.array("rope_freqs.weight") if "rope_freqs.weight" in factors.entries else 1.0
+    got = made.base ** -(2 * pairs / made.dims) / divisors
+    got = got * (1 - ramp) + got / made.divisor * ramp
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert made.magnitude == pytest.approx(grown, rel=1e-6)
+
+
+def test_yarn_computes_what_transformers_did(tmp_path: Path) -> None:
+    """Recorded from transformers 5.24: the mean of -log p of a text, whose model is no part of this repository."""
+    shared = Path(__file__).parents[2] / "shared/cases/yarn"
+    if not shared.exists():
+        pytest.skip("../shared/cases is absent")
+    cases = json.loads((shared / "cases.json").read_text())
+    shutil.copytree(shared, tmp_path / "m")
+    (tmp_path / "m/tokenizer.model").write_bytes(hugging_face.sentencepiece_model())
+    for name, config in cases["config"].items():
+        (tmp_path / "m/config.json").write_text(json.dumps(config))
+        convert(tmp_path / "m", tmp_path / "m.gguf", "f32")
+        generator = Generator.of(open_model(tmp_path / "m.gguf"), len(cases["ids"]))
+        rows = np.stack([generator.feed([id]).copy() for id in cases["ids"][:-1]]).astype(float)
+        rows -= np.log(np.exp(rows).sum(1, keepdims=True))
+        mean = -rows[np.arange(len(rows)), cases["ids"][1:]].mean()
+        assert mean == pytest.approx(cases["nll"][name], abs=1e-5), name
+
+
+# ---- heads, sizes, files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "olmo2"])
+def test_a_head_of_its_own_is_kept_in_a_tied_model(kind: str, tmp_path: Path) -> None:
+    config, tensors = write_checkpoint(tmp_path / "m", kind, tie_word_embeddings=True)
+    embedding = tensors["model.embed_tokens.weight"]
+    logits = {}
+    for name, head in (("none", None), ("equal", embedding), ("other", embedding[::-1].copy())):
+        made = tensors | ({} if head is None else {"lm_head.weight": head})
+        write_safetensors(tmp_path / "m/model.safetensors", made)
+        convert(tmp_path / "m", tmp_path / f"{name}.gguf")
+        logits[name] = Generator.of(open_model(tmp_path / f"{name}.gguf"), 16).feed(IDS)
+    np.testing.assert_array_equal(logits["none"], logits["equal"])
+    np.testing.assert_allclose(logits["other"], logits["equal"][::-1], rtol=1e-5, atol=1e-5)
+    assert "output.weight" in GGUF(tmp_path / "other.gguf").entries
+    assert config["tie_word_embeddings"]
+
+
+def test_a_head_of_its_own_is_refused_where_files_have_none(tmp_path: Path) -> None:
+    _, tensors = write_checkpoint(tmp_path / "m", "gemma2")
+    head = tensors["model.embed_tokens.weight"][::-1].copy()
+    write_safetensors(tmp_path / "m/model.safetensors", tensors | {"lm_head.weight": head})
+    with pytest.raises(
+        InputError, match=r"lm_head\.weight is not the embedding; files of its architecture"
+    ):
+        convert(tmp_path / "m", tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3next", "gemma4", "gpt2", "falcon 40b", "lfm2"])
+def test_more_blocks_than_tensors_are_refused_at_once(kind: str, tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", kind)
+    key = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    with pytest.raises(InputError, match=rf"{key} is 1000000; it must be at most"):
+        described(tmp_path / "m", config | {key: 1_000_000})
+
+
+def test_a_file_that_cannot_run_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each conversion opens its own file, and reads a token with it, before the file gets its name."""
+    _, tensors = write_checkpoint(tmp_path / "m")
+    (tmp_path / "m.gguf").write_bytes(b"before")
+    tensors["model.norm.weight"][:] = 3e38
+    write_safetensors(tmp_path / "m/model.safetensors", tensors)
+    with pytest.raises(InputError, match=r"m\.gguf: a token gets logits that are not finite"):
+        convert(tmp_path / "m", tmp_path / "m.gguf")
+    write_checkpoint(tmp_path / "m")
+    monkeypatch.setattr(
+        "packtrain.convert.description._expert_keys", lambda sizes: {"expert_count": 7}
+    )
+    with pytest.raises(InputError, match=r"m\.gguf: (?!.*\.part).*expert"):
+        convert(tmp_path / "m", tmp_path / "m.gguf")
+    assert (tmp_path / "m.gguf").read_bytes() == b"before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "pytorch_model.bin",
+            r"pytorch_model\.bin: pickled tensors are not read; load it with transformers",
+        ),
+        (
+            "model-00001-of-00002.safetensors",
+            r"00002\.safetensors: it is one of several files, and model\.safe",
+        ),
+        ("other.txt", r"m/model\.safetensors: is missing; tensors must"),
+    ],
+)
+def test_files_that_are_there_instead_are_named(name: str, said: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    (tmp_path / "m/model.safetensors").rename(tmp_path / "m" / name)
+    with pytest.raises(InputError, match=said):
+        convert(tmp_path / "m", tmp_path / "m.gguf")
+
+
+def test_templates_in_files_replace_those_of_the_tokenizer(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    (tmp_path / "m/tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
+    (tmp_path / "m/chat_template.jinja").write_text("new")
+    (tmp_path / "m/additional_chat_templates").mkdir()
+    (tmp_path / "m/additional_chat_templates/tool_use.jinja").write_text("tools")
+    convert(tmp_path / "m", tmp_path / "m.gguf")
+    metadata = GGUF(tmp_path / "m.gguf").metadata
+    assert metadata["tokenizer.chat_template"] == "new"
+    assert metadata["tokenizer.chat_template.tool_use"] == "tools"
+
+
+def test_an_end_that_only_the_map_of_special_tokens_has(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", eos_token_id=None)
+    (tmp_path / "m/special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "</s>"}})
+    )
+    convert(tmp_path / "m", tmp_path / "m.gguf")
+    assert GGUF(tmp_path / "m.gguf").metadata["tokenizer.ggml.eos_token_id"] == 2

@@ -32,7 +32,7 @@ lint: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.packing
 	$(RUN) -m benchmarks.engine
-	$(RUN) -m packtrain bench
+	$(RUN) -m benchmarks.bench
 	$(RUN) -m benchmarks.memory
 
 # docs/conformance.md: the same files through packtrain and llama.cpp, in about half an hour of two cores. Without

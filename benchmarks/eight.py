@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.benching.llama import made
+from benchmarks.llama import made
 from packtrain.context import Context
 from packtrain.models.adapted import has_rounded, with_activations
 from packtrain.models.file import open_model

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.llama import made
 from packtrain import kernels
-from packtrain.benching.llama import made
 from packtrain.dtypes import Dtype
 from packtrain.gguf import GGUF, write
 from packtrain.models.mix import MIXES, quantizable

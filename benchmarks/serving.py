@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from packtrain.benching.llama import PRESET, vocabulary
+from benchmarks.llama import PRESET, vocabulary
 from packtrain.events import Events
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS

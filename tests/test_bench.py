@@ -6,17 +6,21 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import packtrain as pt
+from benchmarks import bench as beside
+from benchmarks import llama
 from packtrain import kernels, ops
-from packtrain.benching import llama, machine, peer, products, steps, table, timing, training
+from packtrain.benching import machine, peer, products, steps, table, timing, training
 from packtrain.benching import ops as bench_ops
 from packtrain.benching.ops import BACK, FORWARD, WEIGHT, Kind, Product
 from packtrain.cli import main
+from packtrain.commands.bench import Bench
 from packtrain.cost import CACHE
 from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
@@ -192,9 +196,8 @@ def test_a_peer_that_fails_ends_the_command(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps, llama"),
-        (["--llama-bench", "none"], "--llama-bench: none does not exist"),
-        (["--llama-bench", __file__], "is not llama.cpp's llama-bench"),
+        (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps"),
+        (["--part", "llama"], "--part is llama; it must be one of"),
         ([__file__], "test_bench.py: "),
         (["--preset", "1b"], "--preset is 1b; it must be one of 1m, 15m, 110m"),
         (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
@@ -211,6 +214,38 @@ def test_what_is_wrong_is_one_line(
     assert main(["bench", *given]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps, llama"),
+        (["--llama-bench", "none"], "--llama-bench: none does not exist"),
+        (["--llama-bench", __file__], "is not llama.cpp's llama-bench"),
+        ([__file__], "test_bench.py: "),
+    ],
+)
+def test_beside_llama_cpp_too(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert beside.main(given) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_the_comparison_has_every_flag_of_the_command_and_adds_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {field.name for field in fields(Bench)}
+    assert {field.name for field in fields(beside.Beside)} == {*flags, "llama_bench"}
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--llama-bench", "none"])
+    assert "there is no option --llama-bench" in capsys.readouterr().err
+    alone = table.Table("llama", "Reading", {"model": ""}, [["tiny"]])
+    monkeypatch.setattr(llama, "tables", lambda base, program, rounds, counting: iter([alone]))
+    assert beside.main(["--part", "llama"]) == 0
+    shown = capsys.readouterr().out
+    assert "Reading\nmodel\ntiny" in shown and "The machine was" in shown
 
 
 # ---- whole steps ---------------------------------------------------------------------------------------------

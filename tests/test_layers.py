@@ -91,8 +91,8 @@ LAYERS = {
     " ranks version errors events words files settings types dtypes graph placing cost planning picture run"
     " memory kernels quant gguf tokenizer corpus samples serving models flash merging grammar sampling context"
     " generation drafting answers beams embedding template watch design training backends",
-    "benching": "child events dtypes tensor graph ops optim steps placing cost run speed memory kernels quant gguf"
-    " tokenizer models generation design training tasks version errors",
+    "benching": "child events dtypes tensor graph ops optim steps placing cost run speed memory kernels quant"
+    " models design training version errors",
     "library": "errors events settings notebook tasks design training",
     "commands": "ranks errors events words files settings dtypes tensor graph placing planning picture run memory"
     " stop kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template"

@@ -1,4 +1,7 @@
-"""packtrain bench: measure this machine: its rates, the ops of a training step, products, and the same in PyTorch."""
+"""packtrain bench: measure this machine, ops, products and steps of training; benchmarks.bench adds llama.cpp.
+
+`python -m benchmarks.bench` and the side of PyTorch in products and steps lie in a checkout and are not installed.
+"""
 
 import json
 import sys
@@ -7,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from packtrain import kernels
-from packtrain.benching import llama, machine, ops, products, steps, training
+from packtrain.benching import machine, ops, products, steps, training
 from packtrain.benching.peer import PeerFailed
 from packtrain.benching.table import Table
 from packtrain.benching.timing import Quiet
@@ -24,7 +28,7 @@ from packtrain.settings import option, positional
 from packtrain.speed import WAITED
 from packtrain.watch.count import Count
 
-PARTS = "machine", "ops", "products", "steps", "llama"
+PARTS = "machine", "ops", "products", "steps"
 QUICK = PARTS[:3]
 SHORT_ROUNDS = 3
 PAGE = """# Speed
@@ -37,9 +41,7 @@ Written by `packtrain bench --markdown`.
 class Bench:
     """Measure speed. On a busy machine the figures are lower than they should be, which is said."""
 
-    base: Path | None = positional(
-        "a GGUF model: the ops of a LoRA step on it, and reading and writing with it", None
-    )
+    base: Path | None = positional("a GGUF model: the ops of a LoRA step on it", None)
     part: tuple[str, ...] = option(
         (), "what to measure, if not all; may be repeated", choices=PARTS
     )
@@ -53,9 +55,6 @@ class Bench:
     )
     rounds: int = option(7, "rounds of each measurement, whose median counts", least=1)
     short: bool = option(False, "measure a few things, in less than a minute")
-    llama_bench: Path | None = option(
-        None, "llama.cpp's bench, if it is not llama-bench on the PATH"
-    )
     json: Path | None = option(None, "write the figures as JSON to this file")
     markdown: Path | None = option(None, "write the figures as a page to this file")
 
@@ -76,13 +75,18 @@ class Bench:
 
 def run(settings: Bench) -> int:
     """Measure, and print a table after each measurement. Raises InputError, OSError."""
-    bench = checked(settings)
+    return report(settings, measured)
+
+
+def report(settings: Bench, measured: Callable[[Any], Iterator[Table]]) -> int:
+    """Print each table as it is measured, then write the files. Raises InputError, OSError."""
+    checked(settings)
     kernels.load_all()
     about, found = machine.about(), list[Table]()
     print(machine.sentence(about), flush=True)
     try:
         with Quiet() as quiet:
-            for table in measured(settings, bench):
+            for table in measured(settings):
                 print(f"\n{table.text()}", flush=True)
                 found.append(table)
     except PeerFailed as error:
@@ -103,19 +107,16 @@ def run(settings: Bench) -> int:
     return DONE
 
 
-def checked(settings: Bench) -> Path | None:
-    """llama-bench, if it is wanted and there. Raises InputError for what cannot be read or written, before any work."""
+def checked(settings: Bench) -> None:
+    """Raises InputError for what cannot be read or written, before any work."""
     if settings.limit is not None and "steps" not in settings.parts:
         raise InputError("--memory is for whole steps: add --part steps, or leave it out")
     for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
         if file:
             check_writable(file, flag)
-    for file, name in ((settings.base, "BASE"), (settings.llama_bench, "--llama-bench")):
-        if file:
-            existing(file, name)
     if settings.base:
+        existing(settings.base, "BASE")
         open_model(settings.base)
-    return llama.program(settings.llama_bench) if "llama" in settings.parts else None
 
 
 def quiet_or_not(waited: float) -> str:
@@ -125,7 +126,7 @@ def quiet_or_not(waited: float) -> str:
     return f"The machine was busy ({share}): only ratios mean something, and those little."
 
 
-def measured(settings: Bench, bench: Path | None) -> Iterator[Table]:
+def measured(settings: Bench) -> Iterator[Table]:
     """The tables of all parts that were asked for."""
     parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
     if {"machine", "ops"} & {*parts}:
@@ -145,8 +146,6 @@ def measured(settings: Bench, bench: Path | None) -> Iterator[Table]:
         yield from products.tables(settings.short, rounds, counting)
     if "steps" in parts:
         yield from steps.tables(settings.presets, rounds, counting, settings.limit)
-    if "llama" in parts:
-        yield from llama.tables(settings.base, bench, rounds, counting)
 
 
 @contextmanager

@@ -1,0 +1,72 @@
+"""`packtrain bench` with llama.cpp beside it: python -m benchmarks.bench [BASE.gguf] [FLAG …]
+
+python -m benchmarks.bench --part llama --llama-bench PATH     reading and writing alone
+python -m benchmarks.bench --help                              every flag; those of `packtrain bench` are the same
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import llama
+from packtrain.benching.table import Table
+from packtrain.commands import bench
+from packtrain.errors import InputError
+from packtrain.files import existing
+from packtrain.settings import add_flags, from_flags, option, positional
+
+PARTS = (*bench.PARTS, "llama")
+
+
+@dataclass(frozen=True)
+class Beside(bench.Bench):
+    """Measure speed beside other programs."""
+
+    base: Path | None = positional(
+        "a GGUF model: the ops of a LoRA step on it, and reading and writing with it", None
+    )
+    part: tuple[str, ...] = option(
+        (), "what to measure, if not all; may be repeated", choices=PARTS
+    )
+    llama_bench: Path | None = option(
+        None, "llama.cpp's bench, if it is not llama-bench on the PATH"
+    )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.part or (bench.QUICK if self.short else PARTS)
+
+
+def run(settings: Beside) -> int:
+    """Measure, and print a table after each measurement. Raises InputError, OSError."""
+    if settings.llama_bench:
+        existing(settings.llama_bench, "--llama-bench")
+    program = llama.program(settings.llama_bench) if "llama" in settings.parts else None
+
+    def measured(settings: Beside) -> Iterator[Table]:
+        yield from bench.measured(settings)
+        if "llama" in settings.parts:
+            rounds = bench.SHORT_ROUNDS if settings.short else settings.rounds
+            yield from llama.tables(settings.base, program, rounds, bench.counting)
+
+    return bench.report(settings, measured)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench",
+        description=__doc__.partition("\n")[0],
+        allow_abbrev=False,
+    )
+    add_flags(parser, Beside)
+    try:
+        return run(from_flags(Beside, parser.parse_args(arguments)))
+    except InputError as error:
+        print(f"benchmarks.bench: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

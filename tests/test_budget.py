@@ -299,7 +299,7 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     screen = refused.stderr[refused.stderr.index("packtrain: error:") :].splitlines()
     assert 12 <= len(screen) <= 30 and "fit into 20.0 MiB" in screen[0]
     assert not (tmp_path / "m.run").exists()
-    least = screen[0].split()[-1]
+    least = screen[0].partition("would do is ")[2].partition(",")[0]
     limit = parse_size(least, "")
     done = subprocess.run([*run, least], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -329,7 +329,7 @@ def test_the_search_needs_less_than_what_it_plans_for(data, tmp_path):
 def test_the_table_of_a_refusal_adds_up_to_its_minimum(data, tmp_path, capsys):
     assert main(arguments(data, tmp_path, "--memory", "20MiB")) == 3
     said = capsys.readouterr().err
-    least = parse_size(said[said.index("would do is") :].split()[3], "")
+    least = parse_size(said.partition("would do is ")[2].partition(",")[0], "")
     rows = re.findall(r"^  (\w+) +([0-9.]+) ([KM])iB", said, re.MULTILINE)
     sizes = {name: float(n) * {"K": 1 << 10, "M": MIB}[unit] for name, n, unit in rows}
     total = sizes.pop("total")

@@ -54,7 +54,10 @@ def test_the_table_and_the_files(
     assert made["failed"] == []
     monkeypatch.setattr(table, "has_torch", lambda: False)
     assert main(["check", "neg"]) == 0
-    assert "nothing was compared with PyTorch: that takes PyTorch and a checkout" in capsys.readouterr().out
+    assert (
+        "nothing was compared with PyTorch: that takes PyTorch and a checkout"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_wrong_kernel_is_named(

@@ -299,7 +299,7 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     screen = refused.stderr[refused.stderr.index("packtrain: error:") :].splitlines()
     assert 12 <= len(screen) <= 30 and "fit into 20.0 MiB" in screen[0]
     assert not (tmp_path / "m.run").exists()
-    least = screen[0].split()[-1]
+    least = screen[0].partition("would do is ")[2].partition(",")[0]
     limit = parse_size(least, "")
     done = subprocess.run([*run, least], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -326,10 +326,29 @@ def test_the_search_needs_less_than_what_it_plans_for(data, tmp_path):
     assert total - 8 * MIB < peak <= parse_size(limit, "")
 
 
+def test_a_model_that_takes_less_than_its_search_runs_without_one(data, tmp_path):
+    run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path, "--no-tensorboard")]
+    assert subprocess.run(run, capture_output=True, check=False).returncode == 0
+    total = json.loads((tmp_path / "m.run/plan.json").read_text())["total_bytes"]
+    run += ["--overwrite", "--memory", f"{total // MIB + 4}MiB"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "planning a run that fits" not in done.stderr
+
+
+def test_every_memory_of_this_process_counts(data, tmp_path):
+    plans = {device: tmp_path / f"{device}.json" for device in ("cpu", "cpu:1")}
+    for device, path in plans.items():
+        flags = ["--device", device, "--json", str(path)]
+        assert main(["plan", *arguments(data, tmp_path, *WIDE, *flags)]) == 0
+    here, aside = (json.loads(path.read_text()) for path in plans.values())
+    assert aside["spaces"]["cpu:1"]["bytes"] > 8 * MIB
+    assert abs(aside["total_bytes"] - here["total_bytes"]) < 8 * MIB
+
+
 def test_the_table_of_a_refusal_adds_up_to_its_minimum(data, tmp_path, capsys):
     assert main(arguments(data, tmp_path, "--memory", "20MiB")) == 3
     said = capsys.readouterr().err
-    least = parse_size(said[said.index("would do is") :].split()[3], "")
+    least = parse_size(said.partition("would do is ")[2].partition(",")[0], "")
     rows = re.findall(r"^  (\w+) +([0-9.]+) ([KM])iB", said, re.MULTILINE)
     sizes = {name: float(n) * {"K": 1 << 10, "M": MIB}[unit] for name, n, unit in rows}
     total = sizes.pop("total")

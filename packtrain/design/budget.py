@@ -40,13 +40,16 @@ def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
             kernels.load()
         plans = planned_here(unlimited(shape, request), request)
     else:
-        direct = math.inf  # bytes without a search, where that would be the largest
+        direct = None  # plans without a search, where that would need most
         if private_nbytes() + searching_nbytes(shape) > most:
-            plans = planned_here(unlimited(shape, request), request)
-            direct = held(plans, HOST)
-        if direct > most or full(plans, request.limits, ""):
+            direct = planned_here(unlimited(shape, request), request)
+        if direct and held(direct, HOST) <= most and not full(direct, request.limits, ""):
+            plans = direct
+        else:
             plans, change = searched(shape, request, say)
-            plans = replace(plans, searching=int(min(plans.searching, direct)))
+            least = min(plans.searching, held(direct, HOST)) if direct else plans.searching
+            plans = replace(plans, searching=least)
+        del direct
         less = kernels.unsure + REUSED_NBYTES * request.runs
         if plans.needed_nbytes - less <= most and (request.runs or kernels.unsure):
             kernels.load()

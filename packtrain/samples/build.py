@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.corpus.documents import TRAIN, VALID, Source, find_sources
+from packtrain.corpus.fields import ALIASES
 from packtrain.corpus.streams import COLUMNS, SUFFIXES, TABLES, kind_of
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
@@ -20,7 +21,7 @@ from packtrain.kept import Say
 from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.mask import Masker, Sample, windows
 from packtrain.samples.messages import Conversation, Pair
-from packtrain.samples.render import Renderer
+from packtrain.samples.render import WEIGHTLESS, Renderer
 from packtrain.samples.store import SampleFile, write_samples
 from packtrain.template import MEMORY, ChatTemplate, Chosen, choose_template, template_source
 from packtrain.tokenizer import Tokenizer
@@ -93,6 +94,7 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = Non
     split = 0.0 if any(source.part for source in sources) else recipe.val_split
     parts = parts_of(recipe, sources)
     turns, notes, count = Turns(round(1 / split) if split else 0), list[str](), 0
+    aliased = False
     with ExitStack() as stack:
         files = {
             part: stack.enter_context(
@@ -108,12 +110,14 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = Non
                 raise InputError(f"{source.path} holds no records; at least one is needed{why}")
             notes += reader.notes
             count += reader.count
+            aliased |= any(name.strip().lower() in ALIASES for name in reader.report.names)
         notes += maker.messages
         if split:
             notes.append(turns.note(split, sources, count))
             files = files if turns.held_out else {TRAIN: files[TRAIN]}
         _check_filled(recipe, files, notes)
     kept = {
+        "others": aliased or WEIGHTLESS in maker.counted,
         "notes": notes,
         "places": turns.places,
         "parts": [*files],
@@ -207,10 +211,13 @@ class Maker:
         self._renderers: dict[Chosen, Renderer] = {}
 
     @property
+    def counted(self) -> Counter[str]:
+        return +sum((renderer.notes for renderer in self._renderers.values()), self.notes)
+
+    @property
     def messages(self) -> list[str]:
         """Messages to print at the end."""
-        notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
-        counted = [f"{what}: {count:,}" for what, count in notes.items() if count]
+        counted = [f"{what}: {count:,}" for what, count in self.counted.items()]
         return [*(one.note for one in self._renderers if one.why), *counted]
 
     @property
@@ -262,6 +269,9 @@ class Maker:
         return [*self._conversation(record)][-1:]
 
     def _conversation(self, record: Conversation) -> Iterator[Sample]:
+        if self.recipe.everything and any(m.get("weight") == 0 for m in record.messages):
+            fact = f"{record.where} has a message that must not be trained on"
+            raise InputError(fact, "--no-mask-prompt would")
         words = (message["content"] for message in record.messages)
         self.notes[CONTROLS] += sum(map(self.masker.spells_control, words))
         for rendered in self._renderer(record.tools is not None).render(record):

@@ -14,7 +14,7 @@ from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 8  # increase it to rebuild all caches
+FORMAT = 9  # increase it to rebuild all caches
 IDENTITY = 7  # increase it where the same data gives other samples, so that no older run resumes
 # for some vocabularies the name decides how whitespace is treated
 VOCABULARY = ("tokenizer.", "general.name")
@@ -25,7 +25,8 @@ class Dataset:
     """Samples by split. `fingerprint` is a hash of their sources; `notes` are messages to print.
 
     `template` is the chat template if it is not the model's own; the trained model's file must then contain it.
-    `ends` are the ids that end an answer, `places` where the first training samples are in the data.
+    `ends` are the ids that end an answer, `places` where the first training samples are in the data, `others` whether
+    it has columns or weights that IDENTITY's first version did not read.
     """
 
     train: Samples
@@ -35,6 +36,7 @@ class Dataset:
     template: str | None = None
     ends: frozenset[int] = frozenset()
     places: tuple[str, ...] = ()
+    others: bool = False
 
 
 def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) -> Dataset:
@@ -47,7 +49,6 @@ def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) ->
     if recipe.columns is None:  # as of runs from before there was such an option
         del options["columns"]
     read = sorted(options.items()), plain(values)
-    fingerprint = checksum((IDENTITY, *read), sources)
     folder, parts = cache / checksum((FORMAT, *read), sources), parts_of(recipe, sources)
     names = [source.path.name for source in sources]
     size = len(file.metadata.get(f"{KEYS}tokens", ()))
@@ -57,6 +58,7 @@ def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) ->
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
         make(folder, __package__, request, say, memory)
         found = read_dataset(folder, parts, size, names)
+    fingerprint = checksum((IDENTITY + found.others, *read), sources)
     notes = *left_out(recipe.data, sources), *found.notes
     return replace(found, fingerprint=fingerprint, notes=notes)
 
@@ -80,4 +82,4 @@ def read_dataset(
 
     notes, places = renamed(kept["notes"]), renamed(kept["places"])
     ends = frozenset(kept["ends"])
-    return Dataset(train, valid, folder.name, notes, kept["template"], ends, places)
+    return Dataset(train, valid, folder.name, notes, kept["template"], ends, places, kept["others"])

@@ -366,7 +366,7 @@ def test_a_turn_that_is_not_trained_on_is_context(
         "<s> user: why\nassistant: so</s> \nuser: a\nassistant:[[ so</s>]] \n",
         "<s> user: why\nassistant:[[ so</s>]] \n",
     ]
-    note = "turns of the assistant not trained on, because their weight is 0 or they say so otherwise: 2"
+    note = "turns of the assistant that the data keeps from being trained on: 2"
     assert dataset.notes == ("data.jsonl: 2 records of messages", note)
 
 

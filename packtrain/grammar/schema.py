@@ -28,7 +28,11 @@ AROUND = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")  # in patterns: what no automaton 
 
 def of_schema(text: str) -> str:
     """The grammar of the documents that a schema describes. Raises InputError."""
-    return f"{HEAD}start: %json {spaced(of_text(text))}\n"
+    schema, told = of_text(text), list[str]()
+    loosened(schema, told)
+    if told:
+        raise InputError(f"JSON schema: {told[0]} is not supported: no grammar can hold to it")
+    return f"{HEAD}start: %json {spaced(schema)}\n"
 
 
 def of_text(text: str) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.corpus.documents import TRAIN, VALID, Source, find_sources
-from packtrain.corpus.fields import ALIASES
 from packtrain.corpus.streams import COLUMNS, SUFFIXES, TABLES, kind_of
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
@@ -21,7 +20,7 @@ from packtrain.kept import Say
 from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.mask import Masker, Sample, windows
 from packtrain.samples.messages import Conversation, Pair
-from packtrain.samples.render import WEIGHTLESS, Renderer
+from packtrain.samples.render import Renderer
 from packtrain.samples.store import SampleFile, write_samples
 from packtrain.template import MEMORY, ChatTemplate, Chosen, choose_template, template_source
 from packtrain.tokenizer import Tokenizer
@@ -94,7 +93,6 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = Non
     split = 0.0 if any(source.part for source in sources) else recipe.val_split
     parts = parts_of(recipe, sources)
     turns, notes, count = Turns(round(1 / split) if split else 0), list[str](), 0
-    aliased = False
     with ExitStack() as stack:
         files = {
             part: stack.enter_context(
@@ -110,14 +108,12 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = Non
                 raise InputError(f"{source.path} holds no records; at least one is needed{why}")
             notes += reader.notes
             count += reader.count
-            aliased |= any(name.strip().lower() in ALIASES for name in reader.report.names)
         notes += maker.messages
         if split:
             notes.append(turns.note(split, sources, count))
             files = files if turns.held_out else {TRAIN: files[TRAIN]}
         _check_filled(recipe, files, notes)
     kept = {
-        "others": aliased or WEIGHTLESS in maker.counted,
         "notes": notes,
         "places": turns.places,
         "parts": [*files],
@@ -211,13 +207,10 @@ class Maker:
         self._renderers: dict[Chosen, Renderer] = {}
 
     @property
-    def counted(self) -> Counter[str]:
-        return +sum((renderer.notes for renderer in self._renderers.values()), self.notes)
-
-    @property
     def messages(self) -> list[str]:
         """Messages to print at the end."""
-        counted = [f"{what}: {count:,}" for what, count in self.counted.items()]
+        notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
+        counted = [f"{what}: {count:,}" for what, count in notes.items() if count]
         return [*(one.note for one in self._renderers if one.why), *counted]
 
     @property

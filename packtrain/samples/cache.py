@@ -1,21 +1,26 @@
 """From a Recipe to a Dataset: read from the cache, or built there by a child process."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.corpus.cache import checksum, plain
 from packtrain.corpus.documents import TRAIN, VALID, left_out
+from packtrain.corpus.fields import ALIASES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.kept import Say, make
 from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
+from packtrain.samples.render import WEIGHTLESS
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
 FORMAT = 9  # increase it to rebuild all caches
 IDENTITY = 7  # increase it where the same data gives other samples, so that no older run resumes
+# in notes: data that gives other samples since IDENTITY was chosen
+SINCE = re.compile(rf"^{WEIGHTLESS}|: columns: .*\b({'|'.join(ALIASES)})\b.* → ", re.IGNORECASE)
 # for some vocabularies the name decides how whitespace is treated
 VOCABULARY = ("tokenizer.", "general.name")
 
@@ -25,8 +30,7 @@ class Dataset:
     """Samples by split. `fingerprint` is a hash of their sources; `notes` are messages to print.
 
     `template` is the chat template if it is not the model's own; the trained model's file must then contain it.
-    `ends` are the ids that end an answer, `places` where the first training samples are in the data, `others` whether
-    it has columns or weights that IDENTITY's first version did not read.
+    `ends` are the ids that end an answer, `places` where the first training samples are in the data.
     """
 
     train: Samples
@@ -36,7 +40,6 @@ class Dataset:
     template: str | None = None
     ends: frozenset[int] = frozenset()
     places: tuple[str, ...] = ()
-    others: bool = False
 
 
 def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) -> Dataset:
@@ -58,7 +61,8 @@ def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) ->
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
         make(folder, __package__, request, say, memory)
         found = read_dataset(folder, parts, size, names)
-    fingerprint = checksum((IDENTITY + found.others, *read), sources)
+    is_new = any(map(SINCE.search, found.notes))
+    fingerprint = checksum((IDENTITY + is_new, *read), sources)
     notes = *left_out(recipe.data, sources), *found.notes
     return replace(found, fingerprint=fingerprint, notes=notes)
 
@@ -82,4 +86,4 @@ def read_dataset(
 
     notes, places = renamed(kept["notes"]), renamed(kept["places"])
     ends = frozenset(kept["ends"])
-    return Dataset(train, valid, folder.name, notes, kept["template"], ends, places, kept["others"])
+    return Dataset(train, valid, folder.name, notes, kept["template"], ends, places)

@@ -37,9 +37,7 @@ TOOLS = "lists of tools left out, because the template does not support them"
 THOUGHTLESS = "thoughts left out, because the template does not support them"
 UNSTABLE = "conversations rendered once per trained turn, because later turns change earlier ones"
 CHANGED = "turns whose content or reasoning the template changes"
-WEIGHTLESS = (
-    "turns of the assistant not trained on, because their weight is 0 or they say so otherwise"
-)
+WEIGHTLESS = "turns of the assistant that the data keeps from being trained on"
 ENDLESS = "turns without an end token, so that the model cannot learn to stop"
 
 

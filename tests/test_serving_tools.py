@@ -221,6 +221,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [*TOOLS, tool("b", {"x": {}, "y": {"properties": {"z": {"type": "hiccup"}}}})]}, "tools: b.y.z: .*hicc"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "no"}]}}, "'no'; there is no such"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [{"name": "get_time"}]}}, "must be auto or req"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "must list at least one tool"),
     ({"tool_choice": {"type": "allowed_tools", "tools": "x"}}, "tool_choice.allowed_tools.tools must be a list"),
     ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "there is no such tool"),
     ({"extra_body": {"functions": [TOOLS[0]["function"]]}}, "send tools and tool_choice"),
@@ -275,6 +276,25 @@ def test_a_legacy_call_in_a_request_is_a_call_of_a_tool(api):
     ]
     assert prompts[0] == prompts[1] and "get_time" in prompts[0]
     assert api.chat(messages=turns).choices[0].message.content
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parameters_of_any_shape_are_read_or_refused_with_the_tools_name(
+    api, dense, monkeypatch, style
+):
+    monkeypatch.setattr(api.server, "style", STYLES[style])
+    for wrong in (
+        "x",
+        5,
+        {"properties": 5},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"enum": 5}}},
+        {"required": 5},
+    ):
+        function = {"name": "b", "parameters": wrong}
+        with pytest.raises(openai.BadRequestError, match="tools: b"):
+            api.chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert api.chat(tools=[tool("b", {"a": True})], tool_choice="required", **dense)
 
 
 # ---- documents

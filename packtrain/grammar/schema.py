@@ -91,7 +91,8 @@ def loosened(schema: Any, told: list[str], at: str = "") -> Any:
     found = dict[str, Any]()
     for key, part in schema.items():
         if key in NAMED and isinstance(part, dict):
-            found[key] = {k: loosened(x, told, f"{at}.{k}".strip(".")) for k, x in part.items()}
+            parts = {k: {} if x is True else x for k, x in part.items()}
+            found[key] = {k: loosened(x, told, f"{at}.{k}".strip(".")) for k, x in parts.items()}
         elif key in UNHELD or (key == "pattern" and AROUND.search(str(part))):
             told += [f"{at}: {key}" if at else key] if part is not False else []
         else:

@@ -42,7 +42,7 @@ class Tools:
     @classmethod
     def of(cls, body: Body, conversation: Conversation, style: Style) -> "Tools | None":
         """Those that an answer may call. Raises InputError."""
-        choice = body.get("tool_choice") or "auto"
+        choice = body.get("tool_choice") if body.has("tool_choice") else "auto"
         functions = tuple(tool["function"] for tool in conversation.tools or ())
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             choice, functions = _allowed(choice, functions)
@@ -80,8 +80,17 @@ class Tools:
 
         otherwise  schema of a document that an answer is where it need not call. Raises InputError.
         """
-        style, free = self.style, self.choice == "auto"
+        free = self.choice == "auto"
         chosen = [f for f in self.functions if free or self.choice in ("required", f["name"])]
+        try:
+            return self._grammar(tokenizer, chosen, otherwise if free else "")
+        except (InputError, AttributeError, TypeError) as error:
+            faults = (_fault(tokenizer, f["parameters"], f["name"]) for f in chosen)
+            fault = next(filter(None, faults), "")
+            raise InputError(f"tools: {fault}" if fault else str(error)) from None
+
+    def _grammar(self, tokenizer: Tokenizer, chosen: Sequence[Call], otherwise: str) -> Grammar:
+        style, free = self.style, self.choice == "auto"
         if len(json.dumps(chosen)) > LONGEST_GRAMMAR:
             raise InputError(f"tools have more than {LONGEST_GRAMMAR:,} characters")
         made = Calls(tokenizer, WILD)
@@ -98,13 +107,7 @@ class Tools:
         start = " ".join(
             filter(None, (made.text(opening, True), call, again, made.text(style.closing)))
         )
-        try:
-            return Grammar(tokenizer, made.grammar(start, otherwise if free else ""), **triggers)
-        except InputError:
-            for function in chosen:
-                if fault := _fault(tokenizer, function["parameters"], function["name"]):
-                    raise InputError(f"tools: {fault}") from None
-            raise
+        return Grammar(tokenizer, made.grammar(start, otherwise), **triggers)
 
     def _call(self, made: Calls, chosen: Sequence[Call]) -> str:
         """The grammar of one call of these functions."""
@@ -196,6 +199,8 @@ def _allowed(choice: Any, functions: tuple[Call, ...]) -> tuple[str, tuple[Call,
     """The mode of allowed_tools, and those of the functions that it lists. Raises InputError."""
     given = Body(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
     allowed = [_named(one, "tool_choice.tools") for one in given.listed("tools", MOST)]
+    if not allowed:
+        raise InputError("tool_choice.allowed_tools.tools must list at least one tool")
     if unknown := {*allowed} - {function["name"] for function in functions}:
         raise InputError(f"tool_choice allows {min(unknown)!r}; there is no such tool")
     if (mode := given.text("mode", "auto")) not in ("auto", "required"):

@@ -125,7 +125,8 @@ class Renderer:
         weights = [m.get("weight") != 0 for m in conversation.messages]
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
         turns = [i for i in answers if weights[i - len(messages)]]
-        self.notes[WEIGHTLESS] += len(answers) - len(turns)
+        if len(turns) < len(answers):
+            self.notes[WEIGHTLESS] += len(answers) - len(turns)
         thinks = bool(self._thoughts) and any(m.get(self._thoughts) for m in messages)
         how = {"more": THINKING} if thinks else {}
         alone = [self._turn(messages, i, tools, how) for i in turns[-1 if self.last_only else 0 :]]

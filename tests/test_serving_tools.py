@@ -289,7 +289,7 @@ def test_parameters_of_any_shape_are_read_or_refused_with_the_tools_name(
         {"properties": 5},
         {"properties": {"a": 5}},
         {"properties": {"a": {"enum": 5}}},
-        {"required": 5},
+        {"required": 5, "properties": {"a": {}}},
     ):
         function = {"name": "b", "parameters": wrong}
         with pytest.raises(openai.BadRequestError, match="tools: b"):

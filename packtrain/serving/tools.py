@@ -86,8 +86,13 @@ class Tools:
             return self._grammar(tokenizer, chosen, otherwise if free else "")
         except (InputError, AttributeError, TypeError) as error:
             faults = (_fault(tokenizer, f["parameters"], f["name"]) for f in chosen)
-            fault = next(filter(None, faults), "")
-            raise InputError(f"tools: {fault}" if fault else str(error)) from None
+            if fault := next(filter(None, faults), ""):
+                raise InputError(f"tools: {fault}") from None
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                "tools: a property is no object; this model's calls need that"
+            ) from None
 
     def _grammar(self, tokenizer: Tokenizer, chosen: Sequence[Call], otherwise: str) -> Grammar:
         style, free = self.style, self.choice == "auto"

@@ -1,6 +1,8 @@
 """Grammars: llama.cpp's cases (tests/test-grammar-integration.cpp, rewritten) with the same verdicts, random grammars
 against a matcher that shares no line, JSON schemas, triggers, and what is refused."""
 
+import contextlib
+import itertools
 import json
 import random
 import re
@@ -366,6 +368,8 @@ def test_tokens_by_name_and_control_tokens_are_no_text():
     assert not allowed[[0, 1, 2, *range(CONTROLS, CONTROLS + 30)]].any() and not allowed[-7:].any()
 
 
+HAS_A = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
+HAS_B = {"type": "object", "properties": {"b": {"enum": [True]}}, "required": ["b"]}
 SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "integer", "minimum": 0}, ["0", "10", "10000"], ["-1", "00", "01", "-0"]),
     ({"type": "integer", "minimum": -123, "maximum": 42}, ["-123", "-11", "0", "42"], ["-124", "43", "0123"]),
@@ -397,8 +401,43 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         {"allOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]},
                    {"properties": {"b": {"type": "integer"}}, "required": ["b"]}], "type": "object"},
         ['{"a": 1, "b": 2}'],
-        ['{"a": 1}'],
+        ['{"a": 1}', '{"a": 1, "b": 2, "c": 3}'],
     ),
+    (
+        {"allOf": [{"$ref": "#/$defs/A"}, HAS_B], "$defs": {"A": HAS_A}},
+        ['{"a":7,"b":true}'],
+        ['{"a":7}', '{"b":true}', '{"a":7,"b":true,"c":1}'],
+    ),
+    (
+        {"allOf": [HAS_A, {"anyOf": [HAS_B, {"properties": {"c": {"const": 1}}, "required": ["c"]}]}]},
+        ['{"a":7,"b":true}', '{"a":7,"c":1}'],
+        ['{"a":7}', '{"a":7,"b":true,"d":1}'],
+    ),
+    ({"anyOf": [HAS_A, HAS_B]}, ['{"a":7}', '{"b":true}'], ['{"a":7,"b":true}', "{}"]),
+    ({"type": "object", "oneOf": [HAS_A, HAS_B]}, ['{"a":7}', '{"b":true}'], ['{"a":7,"b":true}', "{}"]),
+    ({**HAS_A, "anyOf": [{"required": ["a"]}, {"required": ["z"]}]}, ['{"a":7}', '{"a":7,"z":1}'], ['{"a":7,"y":1}']),
+    (
+        {"properties": {"next": {"allOf": [{"$ref": "#"}], "title": "N"}, "v": {"const": 1}}, "required": ["v"]},
+        ['{"v":1}', '{"next":{"v":1},"v":1}'],
+        ['{"next":{},"v":1}', '{"v":1,"w":1}'],
+    ),
+    (
+        {"allOf": [HAS_A, HAS_B], "unevaluatedProperties": False},
+        ['{"a":7,"b":true}'],
+        ['{"a":7,"b":true,"c":1}'],
+    ),
+    (
+        {"allOf": [{**HAS_A, "unevaluatedProperties": False}, {"properties": {"b": {"const": 1}}}]},
+        ['{"a":7}'],
+        ['{"a":7,"b":1}'],
+    ),
+    ({**HAS_A, "additionalProperties": True, "allOf": [HAS_B]}, ['{"a":7,"b":true,"c":1}'], ['{"a":7}']),
+    (
+        {"properties": {"format": {"type": "string", "format": "uri-reference"}, "n": {"format": "int32", "const": 5}}},
+        ['{"format":"any"}', '{"n":5}'],
+        ['{"format":5}'],
+    ),
+    ({"type": "array", "items": {"const": 1}, "uniqueItems": False}, ["[1,1]"], ["[2]"]),
 ]  # fmt: skip
 
 
@@ -424,6 +463,60 @@ def test_schemas_that_are_refused():
     ):
         with pytest.raises(InputError, match=r"grammar: it cannot be used: [^a]"):
             Grammar.from_schema(TOKENIZER, json.dumps(wrong))
+    for key in ("properties", "required", "allOf", "anyOf", "oneOf", "$ref", "patternProperties"):
+        for value in (5, "x", [5], {"a": 5}, [[]], None):
+            with contextlib.suppress(InputError):  # which is all that may come
+                Grammar.from_schema(TOKENIZER, json.dumps(HAS_A | {key: value}))
+    optional = {"properties": {"b": {"enum": [1]}}}
+    with pytest.raises(InputError, match="oneOf: an answer may fit several of its parts"):
+        Grammar.from_schema(
+            TOKENIZER, json.dumps({"oneOf": [HAS_A, {"required": ["a"], **optional}]})
+        )
+
+
+def is_valid(document: dict[str, int], schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """JSON Schema's meaning of the keywords below."""
+    parts = [root["$defs"]["x"]] if "$ref" in schema else schema.get("allOf", [])
+    properties = schema.get("properties", {})
+    return (
+        all(is_valid(document, part, root) for part in parts)
+        and ("anyOf" not in schema or any(is_valid(document, x, root) for x in schema["anyOf"]))
+        and all(
+            document[name] in one["enum"] for name, one in properties.items() if name in document
+        )
+        and all(name in document for name in schema.get("required", []))
+    )
+
+
+@needed
+@pytest.mark.parametrize("seed", range(6))
+def test_documents_of_merged_objects_fit_the_schema_and_none_is_lost(seed: int):
+    """All small documents of random merges: taken where the schema takes them and all their names stand in it."""
+    rng, names = random.Random(seed), "abc"
+
+    def objects() -> dict[str, Any]:
+        some = rng.sample(names, rng.randint(1, 2))
+        properties = {name: {"enum": rng.sample([1, 2], rng.randint(1, 2))} for name in some}
+        return {"type": "object", "properties": properties, "required": some[: rng.randint(0, 2)]}
+
+    merged = {
+        "allOf": [objects(), {"anyOf": [objects(), {"$ref": "#/$defs/x"}]}],
+        "$defs": {"x": objects()},
+    }
+    written = json.dumps(merged)
+    try:
+        grammar = Grammar.from_schema(TOKENIZER, written)
+    except InputError:
+        grammar = None
+    for values in itertools.product([None, 1, 2], repeat=3):
+        document = {name: value for name, value in zip(names, values, strict=True) if value}
+        fits = is_valid(document, merged, merged)
+        is_closed = all(f'"{name}": {{"enum"' in written for name in document)
+        taken = grammar is not None and any(
+            matches(grammar, json.dumps(dict(order)))
+            for order in itertools.permutations(document.items())
+        )
+        assert taken == (fits and is_closed), document
 
 
 @needed

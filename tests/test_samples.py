@@ -24,6 +24,7 @@ from packtrain.samples import Dataset, Recipe, Samples, build, prepare
 from packtrain.samples.build import sources_of
 from packtrain.samples.cache import VOCABULARY, read_dataset
 from packtrain.samples.formats import Plain, Reader
+from packtrain.samples.meanings import LOSS
 from packtrain.samples.messages import Conversation
 from packtrain.template import choose_template
 from packtrain.tokenizer import Tokenizer
@@ -350,8 +351,12 @@ def test_options(tmp_path: Path, model: Path):
         assert texts(made(data, model, tmp_path / name, **how).train, model) == [wanted]
 
 
-def test_a_turn_with_weight_0_is_context(tmp_path: Path, model: Path):
-    context, learnt = {**PAIR[1], "weight": 0}, {**PAIR[1], "weight": 1}
+@pytest.mark.parametrize("key", LOSS)
+@pytest.mark.parametrize("values", [(0, 1), (False, True), (0.0, None)])
+def test_a_turn_that_is_not_trained_on_is_context(
+    tmp_path: Path, model: Path, key: str, values: Any
+):
+    context, learnt = ({**PAIR[1], key: value} for value in values)
     records = [
         {"messages": [PAIR[0], context, TURN, learnt]},
         {"messages": [PAIR[0], learnt, TURN, context]},
@@ -361,7 +366,8 @@ def test_a_turn_with_weight_0_is_context(tmp_path: Path, model: Path):
         "<s> user: why\nassistant: so</s> \nuser: a\nassistant:[[ so</s>]] \n",
         "<s> user: why\nassistant:[[ so</s>]] \n",
     ]
-    assert dataset.notes == ("data.jsonl: 2 records of messages",)
+    note = "turns of the assistant that the data keeps from being trained on: 2"
+    assert dataset.notes == ("data.jsonl: 2 records of messages", note)
 
 
 def test_a_model_without_a_template(tmp_path: Path, model: Path):

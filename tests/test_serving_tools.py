@@ -30,6 +30,21 @@ TOOLS: list[Any] = [
         "function": {"name": "get_weather", "description": "e", "parameters": DAYS},
     },
 ]
+
+
+def tool(name: str, properties: dict[str, Any]) -> Any:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+HARD = tool(
+    "hard",
+    {
+        "tags": {"type": "array", "uniqueItems": True},
+        "n": {"not": {"const": 1}},
+        "s": {"pattern": "(?=a)a"},
+    },
+)
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALL = '<tool_call>{"name": "get_time", "arguments": {"zone": "utc"}}</tool_call>'
 STYLES = {  # as chat templates write calls
@@ -200,6 +215,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "hiccup"}}}]}, "schema"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/b"}}}]}, "schema"),
     ({"extra_body": {"grammar": 'root ::= "a"'}}, "exclude each other"),
+    ({"tools": [HARD], "tool_choice": "required"}, "tools: hard: tags: uniqueItems is not supported"),
+    ({"tools": [*TOOLS, HARD], "tool_choice": {"type": "function", "name": "hard"}}, "tools: hard: tags: unique"),
+    ({"tools": [{"type": "function", "function": HARD["function"] | {"strict": True}}]}, "hard: tags: uniqueItems"),
+    ({"tools": [*TOOLS, tool("b", {"x": {}, "y": {"properties": {"z": {"type": "hiccup"}}}})]}, "tools: b.y.z: .*hicc"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "no"}]}}, "'no'; there is no such"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [{"name": "get_time"}]}}, "must be auto or req"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "must list at least one tool"),
+    ({"tool_choice": {"type": "allowed_tools", "tools": "x"}}, "tool_choice.allowed_tools.tools must be a list"),
+    ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "there is no such tool"),
+    ({"extra_body": {"functions": [TOOLS[0]["function"]]}}, "send tools and tool_choice"),
+    ({"tools": openai.NOT_GIVEN, "extra_body": {"function_call": "auto"}}, "send tools and"),
 ]  # fmt: skip
 
 
@@ -207,6 +233,68 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_tools_are_refused(api, how, words):
     with pytest.raises(openai.BadRequestError, match=words):
         api.chat(**({"tools": TOOLS} | how))
+
+
+def test_a_tool_that_is_not_called_refuses_nothing(api, dense, saying):
+    odd = tool(
+        "odd", {x: {"type": "string", "format": x} for x in ("password", "binary", "uri-reference")}
+    )
+    saying(CALL)
+    answer = api.chat(tools=[*TOOLS, HARD, odd], **dense)
+    assert answer.choices[0].message.tool_calls[0].function.name == "get_time"
+    told = [
+        f"tools: hard: {place} is not supported: answers may not keep to it"
+        for place in ("tags: uniqueItems", "n: not", "s: pattern")
+    ]
+    assert answer.model_extra["warnings"] == told
+    assert next(iter(api.chat(tools=[HARD], stream=True))).model_extra["warnings"] == told
+
+
+def test_only_allowed_tools_are_called(api, dense):
+    for name in ("get_time", "get_weather"):
+        listed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+        for choice in ({"allowed_tools": listed}, {"mode": "required", "tools": [{"name": name}]}):
+            asked = {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"} | choice} | dense
+            (call,) = api.chat(**asked).choices[0].message.tool_calls
+            assert call.function.name == name
+
+
+def test_a_legacy_call_in_a_request_is_a_call_of_a_tool(api):
+    call = {"name": "get_time", "arguments": '{"zone": "utc"}'}
+    result = {"role": "function", "name": "get_time", "content": "12"}
+    turns = [*ASK, {"role": "assistant", "content": None, "function_call": call}, result]
+    modern = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": call}],
+    }
+    prompts = [
+        httpx.post(f"{api.address}/apply-template", json={"messages": x}, timeout=60).json()[
+            "prompt"
+        ]
+        for x in (turns, [*ASK, modern, {"role": "tool", "content": "12"}])
+    ]
+    assert prompts[0] == prompts[1] and "get_time" in prompts[0]
+    assert api.chat(messages=turns).choices[0].message.content
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parameters_of_any_shape_are_read_or_refused_with_the_tools_name(
+    api, dense, monkeypatch, style
+):
+    monkeypatch.setattr(api.server, "style", STYLES[style])
+    for wrong in (
+        "x",
+        5,
+        {"properties": 5},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"enum": 5}}},
+        {"required": 5, "properties": {"a": {}}},
+    ):
+        function = {"name": "b", "parameters": wrong}
+        with pytest.raises(openai.BadRequestError, match="tools: b"):
+            api.chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert api.chat(tools=[tool("b", {"a": True})], tool_choice="required", **dense)
 
 
 # ---- documents
@@ -230,13 +318,15 @@ def test_a_document_of_a_schema(api, dense):
     check_arguments("get_weather", choice.message.content)
     text, _, reason = put_together(api.chat(response_format=asked, stream=True, **dense))
     assert (text, reason) == (choice.message.content, "stop")
+    readme = api.chat(response_format={"type": "json_schema", "schema": DAYS}, **dense).choices[0]
+    check_arguments("get_weather", readme.message.content)
     same = api.chat(extra_body={"json_schema": DAYS}, **dense).choices[0].message.content
     check_arguments("get_weather", same)
 
 
 @pytest.mark.parametrize(
     "wanted",
-    [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n"}}],
+    [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}],
 )
 def test_any_object(api, dense, wanted):
     """The answer ends with the object, or is cut within one."""
@@ -325,5 +415,13 @@ def test_what_is_no_grammar_or_schema(api):
         wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
         with pytest.raises(openai.BadRequestError, match=r"(?i)schema"):
             api.chat(response_format=wanted)
-    with pytest.raises(openai.BadRequestError, match="json_schema must be a JSON object"):
-        api.chat(response_format={"type": "json_schema"})
+    for wanted, words in (
+        ({}, "json_schema must be a JSON object"),
+        ({"json_schema": {"name": "x"}}, "json_schema has no schema"),
+        ({"json_schema": {"schema": DAYS}, "schema": ZONE}, "exclude each other"),
+        ({"schema": {"properties": {"a": {"not": {}}}}}, "a: not is not supported"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            api.chat(response_format={"type": "json_schema"} | wanted)
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        api.chat(response_format={"type": "json_object"}, extra_body={"json_schema": DAYS})

@@ -15,6 +15,11 @@ ANSWERS = ("chosen", "completion", "answer", "response", "output", "reply")
 PAIRS = (*product(QUESTIONS, ANSWERS), ("user", "assistant"), ("human", "assistant"))
 JOINED = ("context", "input")  # into the prompt, beside another question
 CONVERSATIONS = ("messages", "conversations")
+ALIASES = {
+    "functions": "tools",
+    "system_prompt": "system",
+    "rejected_response": "rejected",
+}  # of OpenAI, Axolotl, ms-swift
 TOGETHER = ("system", "history", "tools", "chosen", "rejected")  # with others
 FIELDS = ("prompt", "completion", "text", *CONVERSATIONS, *TOGETHER)
 MAX_CHARACTERS, SENTENCE_WORDS, SENTENCE_ENDS = 40, 5, (".", "?", "!")  # no column is called so
@@ -35,12 +40,12 @@ def read_columns(text: str | None) -> dict[str, str]:
 
 def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
     """Fields by lower-case name: those of --columns, and a question and an answer that are named otherwise."""
-    fields = dict(columns)
-    known = {columns.get(name, name) for name in names}
+    fields = ALIASES | dict(columns)
+    known = {fields.get(name, name) for name in names}
     pair = next((pair for pair in PAIRS if known.issuperset(pair)), None)
     if pair is not None and not known & set(CONVERSATIONS):
         fields.setdefault(pair[0], "prompt")
-        fields.setdefault(pair[1], "chosen" if pair[1] == "chosen" else "completion")
+        fields.setdefault(pair[1], "chosen" if known & {"chosen", "rejected"} else "completion")
         if "prompt" not in columns.values():
             fields = dict.fromkeys(JOINED, "prompt") | fields
     return fields

@@ -88,7 +88,7 @@ class Report:
                     f"--columns: {where} has none of them", f"there are {shortlist(value)}"
                 )
             self.fields = fields_of(names, self.given)
-            self.named = bool(self.fields or names & {*FIELDS})
+            self.named = bool(names & {*self.fields, *FIELDS})
         renamed: dict[str, Any] = {}
         for name, cell in value.items():
             column = name.strip().lower()

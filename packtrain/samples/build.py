@@ -262,6 +262,9 @@ class Maker:
         return [*self._conversation(record)][-1:]
 
     def _conversation(self, record: Conversation) -> Iterator[Sample]:
+        if self.recipe.everything and any(m.get("weight") == 0 for m in record.messages):
+            fact = f"{record.where} has a message that must not be trained on"
+            raise InputError(fact, "--no-mask-prompt would")
         words = (message["content"] for message in record.messages)
         self.notes[CONTROLS] += sum(map(self.masker.spells_control, words))
         for rendered in self._renderer(record.tools is not None).render(record):

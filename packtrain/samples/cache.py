@@ -1,21 +1,26 @@
 """From a Recipe to a Dataset: read from the cache, or built there by a child process."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.corpus.cache import checksum, plain
 from packtrain.corpus.documents import TRAIN, VALID, left_out
+from packtrain.corpus.fields import ALIASES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.kept import Say, make
 from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
+from packtrain.samples.render import WEIGHTLESS
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 8  # increase it to rebuild all caches
+FORMAT = 9  # increase it to rebuild all caches
 IDENTITY = 7  # increase it where the same data gives other samples, so that no older run resumes
+# in notes: data that gives other samples since IDENTITY was chosen
+SINCE = re.compile(rf"^{WEIGHTLESS}|: columns: .*\b({'|'.join(ALIASES)})\b.* → ", re.IGNORECASE)
 # for some vocabularies the name decides how whitespace is treated
 VOCABULARY = ("tokenizer.", "general.name")
 
@@ -47,7 +52,6 @@ def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) ->
     if recipe.columns is None:  # as of runs from before there was such an option
         del options["columns"]
     read = sorted(options.items()), plain(values)
-    fingerprint = checksum((IDENTITY, *read), sources)
     folder, parts = cache / checksum((FORMAT, *read), sources), parts_of(recipe, sources)
     names = [source.path.name for source in sources]
     size = len(file.metadata.get(f"{KEYS}tokens", ()))
@@ -57,6 +61,8 @@ def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) ->
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
         make(folder, __package__, request, say, memory)
         found = read_dataset(folder, parts, size, names)
+    is_new = any(map(SINCE.search, found.notes))
+    fingerprint = checksum((IDENTITY + is_new, *read), sources)
     notes = *left_out(recipe.data, sources), *found.notes
     return replace(found, fingerprint=fingerprint, notes=notes)
 

@@ -19,7 +19,8 @@ from packtrain.corpus.report import Report
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.errors import InputError
 from packtrain.samples import messages as sample_messages
-from packtrain.samples.messages import KEPT_FIELDS, WANTED, Conversation, Message, Pair, new_message
+from packtrain.samples.meanings import BESIDE, LABEL, ROW, check
+from packtrain.samples.messages import WANTED, Conversation, Message, Pair, new_message
 from packtrain.words import plural, shortlist
 
 
@@ -101,11 +102,17 @@ class Reader:
                 f"{where} has no field {missing[0]}",
                 f"all records of a file must be like its first, with {' and '.join(form.needed)}",
             )
-        unused = self.report.unused
-        unused |= set(record) - {*form.needed, *form.allowed}
-        for message in sample_messages.listed(record.get("messages", record.get("conversations"))):
-            if isinstance(message, dict):
-                unused |= set(message) - sample_messages.MESSAGE_FIELDS - KEPT_FIELDS
+        known, unused = {*form.needed, *form.allowed}, self.report.unused
+        others = {name: record[name] for name in record.keys() - known}
+        names = {name.strip().lower() for name in self.report.names}
+        is_guessed = not (self.report.given or names >= {"prompt", *form.needed})
+        beside = BESIDE if is_guessed and "prompt" in known else {}
+        check(others, where, beside | ROW | ({} if form.needed == ("text",) else LABEL))
+        unused.update(others)
+        for name in known - {"tools", "history"}:
+            for message in sample_messages.listed(record.get(name)):
+                if isinstance(message, dict):
+                    unused.update(message.keys() - sample_messages.MESSAGE_FIELDS)
 
     def _documents(self) -> Iterator[Plain]:
         pieces = iter(read_documents([self.source], self.separator, [self.report]))

@@ -10,15 +10,17 @@ from typing import Any
 
 from packtrain.corpus.documents import sound
 from packtrain.errors import InputError
+from packtrain.samples.meanings import LOSS, MESSAGE, PART, TURN, check, weight_of
 
 Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 ROLES |= {"function": "tool", "function_response": "tool", "ipython": "tool", "model": "assistant"}
 CALL = '{"name": …, "arguments": …}'
-MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls"}
-# templates may read them; a turn of the assistant with weight 0 is not trained on, as in OpenAI's format
-KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking", "weight"}
+# templates may read them
+KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking"}
+MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls", "function_call", "reasoning"}
+MESSAGE_FIELDS |= KEPT_FIELDS | LOSS.keys()
 WANTED = (
     'a record is like {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},'
     ' {"prompt": "…", "completion": "…"}, {"prompt": "…", "chosen": "…", "rejected": "…"} or {"text": "…"}'
@@ -55,6 +57,7 @@ def pair(where: str, prompt: list[Message], answers: dict[str, list[Message]], t
     for name, messages in answers.items():
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError(f"{where}: {name} must end with the assistant's answer")
+        _check_learnt(f"{where}: {name}", messages)
         whole = conversation(where, [*prompt, *messages], tools)
         found[name] = replace(whole, answer=len(messages))
     if answers["chosen"] == answers["rejected"]:
@@ -76,12 +79,16 @@ def conversation(where: str, messages: list[Message], tools: Any) -> Conversatio
         raise InputError(
             f"{where}: the first to speak is {turns[0]['role']}", "it must be the user"
         )
-    if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in turns):
-        raise InputError(f"{where} has no answer with a weight of 1 to train on")
+    _check_learnt(where, turns)
     opened = len(turns) < len(messages) - start
     messages = messages[:start] + turns
     _name_calls(messages)
     return Conversation(where, messages, _tools(tools, where), opened)
+
+
+def _check_learnt(where: str, turns: list[Message]) -> None:
+    if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in turns):
+        raise InputError(f"{where} has no answer with a weight of 1 to train on")
 
 
 def parsed(given: Any, at: str) -> Any:
@@ -109,14 +116,24 @@ def _message(turn: Any, at: str, empty: bool) -> Message:
     role = ROLES.get(given.lower()) if isinstance(given, str) else None
     if role is None:
         raise InputError(f"{at}: role is {given!r}", "it must be system, user, assistant or tool")
-    if turn.get("weight") not in (None, 0, 1):
-        raise InputError(f"{at}: weight is {turn['weight']!r}", "it must be 0 or 1")
+    check(turn, at, MESSAGE if empty else TURN)
     content = turn.get("content", turn.get("value"))
     calls: Any = turn.get("tool_calls")
+    if legacy := turn.get("function_call"):
+        if calls:
+            raise InputError(f"{at} has tool_calls and function_call", "one of them must go")
+        calls = [legacy]
     if given == "function_call":
         content, calls = "", _json(content, f"{at}: the call", CALL)
+    if calls and role != "assistant":
+        raise InputError(f"{at}: the {role} calls a tool", "only the assistant can")
     kept = {name: turn[name] for name in sorted(KEPT_FIELDS & set(turn))}
-    if role == "assistant" and calls:
+    if turn.get("reasoning"):
+        kept.setdefault("reasoning_content", turn["reasoning"])
+    for thoughts in ("reasoning_content", "thinking"):
+        sound(kept.get(thoughts) or "", f"{at}: {thoughts}", WANTED)
+    kept |= {} if empty else weight_of(turn, role, at)
+    if calls:
         parsed_calls = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
         words = _content(content, at) if content else ""
         return {"role": role, "content": words, **kept, "tool_calls": parsed_calls}
@@ -144,6 +161,7 @@ def _content(content: Any, at: str) -> str:
                 raise InputError(
                     f"{at}: content has a part that is not text: {kind}", "only text is supported"
                 )
+            check(part, at, PART)
         content = "".join(sound(part.get("text"), f"{at}: text", WANTED) for part in content)
     return sound(content, f"{at}: content", WANTED)
 

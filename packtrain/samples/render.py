@@ -37,6 +37,7 @@ TOOLS = "lists of tools left out, because the template does not support them"
 THOUGHTLESS = "thoughts left out, because the template does not support them"
 UNSTABLE = "conversations rendered once per trained turn, because later turns change earlier ones"
 CHANGED = "turns whose content or reasoning the template changes"
+WEIGHTLESS = "turns of the assistant that the data keeps from being trained on"
 ENDLESS = "turns without an end token, so that the model cannot learn to stop"
 
 
@@ -121,12 +122,11 @@ class Renderer:
         """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
         messages, tools = self._fitted(conversation)
         first = len(messages) - (conversation.answer or len(messages))
-        weights = [m.get("weight") != 0 or conversation.answer for m in conversation.messages]
-        turns = [
-            i
-            for i, m in enumerate(messages)
-            if m["role"] == "assistant" and i >= first and weights[i - len(messages)]
-        ]
+        weights = [m.get("weight") != 0 for m in conversation.messages]
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
+        turns = [i for i in answers if weights[i - len(messages)]]
+        if len(turns) < len(answers):
+            self.notes[WEIGHTLESS] += len(answers) - len(turns)
         thinks = bool(self._thoughts) and any(m.get(self._thoughts) for m in messages)
         how = {"more": THINKING} if thinks else {}
         alone = [self._turn(messages, i, tools, how) for i in turns[-1 if self.last_only else 0 :]]

@@ -139,6 +139,10 @@ class Chats(Texts):
             None if thinks is None else [Thoughts(thinks, asked.marks) for _ in asked.jobs]
         )
 
+    def _head(self, object: str) -> Event:
+        told = self._tools.warnings if self._tools else ()
+        return super()._head(object) | ({"warnings": [*told]} if told else {})
+
     def _delta(
         self, number: int, delta: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
     ) -> Event:

@@ -92,6 +92,8 @@ def schema_of(body: Body) -> str:
     schema, wanted = body.get("json_schema"), body.get("response_format")
     if wanted is not None:
         found = format_of(Body(wanted, "response_format"))
+        if found is not None and schema is not None:
+            raise InputError("json_schema and response_format exclude each other")
         schema = schema if found is None else found
     written = "" if schema is None else json.dumps(schema)
     if len(written) > LONGEST_GRAMMAR:
@@ -108,8 +110,13 @@ def format_of(wanted: Body) -> Any:
         schema = wanted.get("schema")
         return schema or {"type": "object"}
     if kind == "json_schema":
-        within = Body(wanted.get("json_schema") or wanted.get("schema"), "json_schema")
-        return within.get("schema") or {"type": "object"}  # without one: any object
+        if not wanted.has("schema"):
+            wanted = Body(wanted.get("json_schema"), "response_format.json_schema")
+        elif wanted.has("json_schema"):
+            raise InputError("response_format: schema and json_schema exclude each other")
+        if wanted.get("schema") is None:
+            raise InputError("response_format: json_schema has no schema; it must have one")
+        return wanted.get("schema") or {"type": "object"}
     raise InputError(
         f"response_format.type is {kind!r}; it must be text, json_object or json_schema"
     )
@@ -234,6 +241,10 @@ def conversation_of(body: Body) -> Conversation:
     """The messages and tools of a chat. Raises InputError."""
     if not isinstance(body.get("messages"), list) or not body.get("messages"):
         raise InputError("'messages' is required; it must be a list of at least one message")
+    if body.has("functions", "function_call"):
+        raise InputError(
+            "functions and function_call are not supported", "send tools and tool_choice"
+        )
     try:
         found = question(body.get("messages"), body.get("tools"), "request")
     except InputError as error:  # its advice is about files

@@ -9,7 +9,7 @@ from typing import Any
 from packtrain.errors import InputError
 from packtrain.grammar import Grammar
 from packtrain.grammar.calls import Calls, either
-from packtrain.grammar.schema import moved
+from packtrain.grammar.schema import loosened, moved
 from packtrain.samples.messages import Conversation
 from packtrain.serving.asked import LONGEST_GRAMMAR, Body
 from packtrain.serving.styles import ID, WILD, Style
@@ -30,30 +30,46 @@ class Tools:
     functions  each with name, description and parameters
     choice     auto, required, or the name of one
     several    whether an answer may have several calls
+    warnings   what answers are not held to
     """
 
     functions: tuple[Call, ...]
     choice: str
     several: bool
     style: Style
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, body: Body, conversation: Conversation, style: Style) -> "Tools | None":
         """Those that an answer may call. Raises InputError."""
-        choice = body.get("tool_choice") or "auto"
-        if isinstance(choice, dict):
-            choice = Body(choice.get("function", choice), "tool_choice").text("name")
+        choice = body.get("tool_choice") if body.has("tool_choice") else "auto"
+        functions = tuple(tool["function"] for tool in conversation.tools or ())
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            choice, functions = _allowed(choice, functions)
+        elif isinstance(choice, dict):
+            choice = _named(choice, "tool_choice")
         if not isinstance(choice, str):
             raise InputError("tool_choice must be auto, none, required, or an object with a name")
-        functions = tuple(tool["function"] for tool in conversation.tools or ())
         names = [function["name"] for function in functions]
         if len(names) > MOST:
             raise InputError(f"tools has {len(names)} functions; at most {MOST}")
-        if choice not in ("auto", "none", "required", *names):
+        if choice not in ("auto", "none", "required" if names else "auto", *names):
             raise InputError(f"tool_choice is {choice!r}; there is no such tool")
         if not functions or choice == "none":
             return None
-        return cls(functions, choice, body.flag("parallel_tool_calls"), style)
+        given = body.get("tools")
+        asked = [one.get("function", one) for one in given] if isinstance(given, list) else []
+        strict = {one["name"] for one in asked if one.get("strict")} | {choice}
+        held, warnings = list[Call](), list[str]()
+        for function in functions:
+            told = list[str]()
+            held.append(function | {"parameters": loosened(function["parameters"], told)})
+            facts = [f"tools: {function['name']}: {place}" for place in told]
+            if facts and strict & {function["name"], "required"}:
+                raise InputError(f"{facts[0]} is not supported: no grammar can hold answers to it")
+            warnings += [f"{fact} is not supported: answers may not keep to it" for fact in facts]
+        several = body.flag("parallel_tool_calls")
+        return cls(tuple(held), choice, several, style, tuple(warnings))
 
     @property
     def names(self) -> list[str]:
@@ -64,8 +80,22 @@ class Tools:
 
         otherwise  schema of a document that an answer is where it need not call. Raises InputError.
         """
-        style, free = self.style, self.choice == "auto"
+        free = self.choice == "auto"
         chosen = [f for f in self.functions if free or self.choice in ("required", f["name"])]
+        try:
+            return self._grammar(tokenizer, chosen, otherwise if free else "")
+        except (InputError, AttributeError, TypeError) as error:
+            faults = (_fault(tokenizer, f["parameters"], f["name"]) for f in chosen)
+            if fault := next(filter(None, faults), ""):
+                raise InputError(f"tools: {fault}") from None
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                "tools: a property is no object; this model's calls need that"
+            ) from None
+
+    def _grammar(self, tokenizer: Tokenizer, chosen: Sequence[Call], otherwise: str) -> Grammar:
+        style, free = self.style, self.choice == "auto"
         if len(json.dumps(chosen)) > LONGEST_GRAMMAR:
             raise InputError(f"tools have more than {LONGEST_GRAMMAR:,} characters")
         made = Calls(tokenizer, WILD)
@@ -82,7 +112,7 @@ class Tools:
         start = " ".join(
             filter(None, (made.text(opening, True), call, again, made.text(style.closing)))
         )
-        return Grammar(tokenizer, made.grammar(start, otherwise if free else ""), **triggers)
+        return Grammar(tokenizer, made.grammar(start, otherwise), **triggers)
 
     def _call(self, made: Calls, chosen: Sequence[Call]) -> str:
         """The grammar of one call of these functions."""
@@ -168,6 +198,37 @@ class Tools:
         """The content of an answer, and its calls, as OpenAI's API has them, up to one that cannot be read."""
         words, calls = self.style.parse(text, self.names)
         return words, [_call(name, arguments) for name, arguments in calls]
+
+
+def _allowed(choice: Any, functions: tuple[Call, ...]) -> tuple[str, tuple[Call, ...]]:
+    """The mode of allowed_tools, and those of the functions that it lists. Raises InputError."""
+    given = Body(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
+    allowed = [_named(one, "tool_choice.tools") for one in given.listed("tools", MOST)]
+    if not allowed:
+        raise InputError("tool_choice.allowed_tools.tools must list at least one tool")
+    if unknown := {*allowed} - {function["name"] for function in functions}:
+        raise InputError(f"tool_choice allows {min(unknown)!r}; there is no such tool")
+    if (mode := given.text("mode", "auto")) not in ("auto", "required"):
+        raise InputError(f"tool_choice.mode is {mode!r}; it must be auto or required")
+    return mode, tuple(one for one in functions if one["name"] in allowed)
+
+
+def _named(choice: Any, where: str) -> str:
+    return Body(Body(choice, where).get("function") or choice, where).text("name")
+
+
+def _fault(tokenizer: Tokenizer, schema: Any, at: str) -> str:
+    """What is wrong with a schema, and with which of its properties; empty if nothing is."""
+    try:
+        Grammar.from_schema(tokenizer, json.dumps(schema or {"type": "object"}))
+        return ""
+    except InputError as error:
+        fact = f"{at}: {error}"
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    shared = {key: schema[key] for key in ("$defs", "definitions") if properties and key in schema}
+    parts = properties.items() if isinstance(properties, dict) else ()
+    faults = (_fault(tokenizer, x | shared, f"{at}.{k}") for k, x in parts if isinstance(x, dict))
+    return next(filter(None, faults), fact)
 
 
 def explained(conversation: Conversation, style: Style) -> Conversation:

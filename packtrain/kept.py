@@ -30,6 +30,7 @@ DAY = 24 * 3600.0
 Say = Callable[[str], None]
 STACK_NBYTES = 1 << 20
 START_NBYTES = 32 << 20  # of a child before it reads; 20 to 27 MiB were measured
+RENDERING_NBYTES = 32 << 20  # of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
 DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -45,8 +46,9 @@ def make(
         settle()
         used = private_nbytes()
         room = parse_size(memory, "--memory") - used
-        if room < START_NBYTES:
-            least = -(-(used + START_NBYTES) // (1 << 20))
+        start = START_NBYTES + RENDERING_NBYTES * module.endswith("samples")
+        if room < start:
+            least = -(-(used + start) // (1 << 20))
             raise DoesNotFit(f"--memory: reading the data needs at least {least}MiB")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

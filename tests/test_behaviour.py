@@ -83,7 +83,8 @@ def test_running_text_and_prompts_that_are_trained_on_have_no_questions(folder, 
 
 def test_a_check_that_does_not_fit_the_budget_is_left_out(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("packtrain.context.room.REST", 1 << 40)
-    assert tuned(folder, tmp_path / "a.gguf", "--merge", "none", "--memory", "2GiB") == 0
+    more = ["--merge", "none", "--memory", "2GiB", "--replay", "0"]
+    assert tuned(folder, tmp_path / "a.gguf", *more) == 0
     said = capsys.readouterr().err
     assert (
         "no held-out questions are answered: a context of" in said

@@ -55,7 +55,7 @@ def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
 
 @pytest.mark.parametrize("iters, ends", [(1, False), (60, True)])
 def test_a_model_that_would_not_end_its_answers_is_reported(folder, tmp_path, capsys, iters, ends):
-    more = ["--iters", str(iters), "--merge", "none", "--ctx", "128"]
+    more = ["--iters", str(iters), "--merge", "none", "--ctx", "128", "--replay", "0"]
     code = tuned(folder, "f32", tmp_path / "a.gguf", *more)
     text = "\n".join(said(capsys))
     line = "of 4 validation answers the model would end"
@@ -265,7 +265,7 @@ SHORT = ("--lr", "3e-4", "--iters", "4")
 
 def test_a_merge_with_data_keeps_what_a_plain_one_loses(folder, tmp_path, capsys):
     output = tmp_path / "a.gguf"
-    assert tuned(folder, "q4_K", output, *SHORT, "--merge", "plain") == 0
+    assert tuned(folder, "q4_K", output, *SHORT, "--merge", "plain", "--replay", "0") == 0
     plain = "\n".join(said(capsys))
     assert int(KEPT.findall(plain)[0]) < 80
     again = plain.partition("merge again with: packtrain ")[2].splitlines()[0]

@@ -83,6 +83,7 @@ IDLE = {
         "--distill-weight": {"distill_weight": 0.7},
         "--distill-temperature": {"distill_temperature": 3.0},
         "--distill-top": {"distill_top": 9},
+        "--replay-weight": {"replay": 0, "replay_weight": 2.0},
         "--teacher": {"teacher": Path("large.gguf"), "loss": "dpo"},
     },
 }
@@ -317,7 +318,7 @@ def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, caps
 
     request = json.dumps({"folder": str(tmp_path)})
     monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda: request))
-    kept.answer(full)
+    kept.answer(full, {"place": ""})
     assert json.loads(capsys.readouterr().out) == ["full", f"{tmp_path}: no space left on device"]
 
 

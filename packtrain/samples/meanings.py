@@ -53,12 +53,12 @@ PART = _table((" ".join(LOSS), "Axolotl", PARTS, ANY, TRUE))  # of a message's c
 MESSAGE = _table(
     (MEDIA, "Ollama, OpenAI and TRL", "is no text, and this model reads text only", ANY, ()),
     ("documents", "Cohere", PROMPT, ANY, ()),
-    ("refusal", "OpenAI", "is the answer; it must be in the content", ANY, ()),
     ("tool_plan", "Cohere", "is part of the answer; it must be in the content", ANY, ()),
     ("channel", "gpt-oss", "tells thoughts from answers; thoughts are reasoning_content", ANY, ("final",)),
     ("recipient", "gpt-oss", "says what is called; calls are tool_calls", ANY, ("all",)),
 )  # fmt: skip
 TURN = MESSAGE | _table(
+    ("refusal", "OpenAI", "is the answer; it must be in the content", ANY, ()),
     ("train_detail", "Axolotl", PARTS, ANY, ()),
     ("loss_scale", "ms-swift", "weighs the loss", ANY, TRUE),
     ("masked", "torchtune", "says what is not trained on; weight says so, too", ANY, FALSE),

@@ -316,7 +316,7 @@ def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, caps
     def full(request, folder, say) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    request = json.dumps({"folder": str(tmp_path)})
+    request = json.dumps({"folder": str(tmp_path), "room": None})
     monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda: request))
     kept.answer(full, {"place": ""})
     assert json.loads(capsys.readouterr().out) == ["full", f"{tmp_path}: no space left on device"]

@@ -30,7 +30,9 @@ DAY = 24 * 3600.0
 Say = Callable[[str], None]
 STACK_NBYTES = 1 << 20
 START_NBYTES = 32 << 20  # of a child before it reads; 20 to 27 MiB were measured
-RENDERING_NBYTES = 32 << 20  # of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
+RENDERING_NBYTES = (
+    32 << 20
+)  # of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
 DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 
 

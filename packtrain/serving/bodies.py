@@ -125,7 +125,11 @@ class Heard:
             return message
 
         async def sending(message: Message) -> None:
-            nbytes = 0
+            nonlocal ended
+            ended, nbytes = (
+                ended or message.get("status") == 408,
+                0,
+            )  # who sends too slowly is not waited for
             with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE):
                     while not ended and nbytes < REFUSED:

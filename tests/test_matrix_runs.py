@@ -88,7 +88,16 @@ def test_the_smallest_budget_runs_within_itself(name, compiled, tmp_path):
     random_model(base, name, feed_forward=FEED_FORWARD[ROWS[name]])
     data.write_text(chats())
     asked = ["--data", data, "-o", output, "--chat-template", "chatml", "--iters", 2]
-    asked += ["--val-batches", 1, "--steps-per-eval", 1, "--no-tensorboard", "--replay", 0, *WAYS[ROWS[name]]]
+    asked += [
+        "--val-batches",
+        1,
+        "--steps-per-eval",
+        1,
+        "--no-tensorboard",
+        "--replay",
+        0,
+        *WAYS[ROWS[name]],
+    ]
     batch = 1 if name in SINGLE else BATCHES[[*ROWS].index(name) % len(BATCHES)]
     asked += ["--batch-size", batch]
     refused = packtrain("finetune", base, *asked, "--memory", "10MiB")

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from packtrain.training.teacher import FILE
 from packtrain.watch import metrics
 from tests.architectures import CONFIGS, random_model
 from tests.room import room
-from tests.test_train import said, signal_after, weights
+from tests.test_train import assert_resumes, said, signal_after
 
 B, T, C, V = 2, 5, 8, 23
 CONFIG = Config(V, 16, C, 1, 16, 2, 1)
@@ -227,14 +228,7 @@ def test_a_teacher_that_is_the_model_leaves_it_as_it_is(folder: Path, tmp_path: 
 
 
 def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    whole, stopped = tmp_path / "whole.gguf", tmp_path / "stopped.gguf"
-    assert tuned(folder, whole, "--iters", "6") == 0
-    with signal_after(3):
-        assert tuned(folder, stopped, "--iters", "6") == 130
-    assert tuned(folder, stopped, "--iters", "6", "--resume") == 0, said(capsys)
-    assert losses(whole) == losses(stopped)
-    first, second = (weights(path) for path in (whole, stopped))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert_resumes(partial(tuned, folder), losses, tmp_path, capsys)
 
 
 def test_a_resumed_run_reads_no_more_with_the_teacher_than_it_sees(folder, tmp_path, capsys):

@@ -1,7 +1,10 @@
 """Replay: the loss and its gradients, texts that the base writes, rows that end in them, runs that forget less."""
 
 import json
+import os
 import random
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ from packtrain.models.file import open_model
 from packtrain.models.replay import CONSTANTS, IDS, MEANS, Replay
 from packtrain.models.transformer import Loss
 from packtrain.quant import dequantize
+from packtrain.training import replay
 from packtrain.training.replay import FILE, ReplayBatches
 from packtrain.watch import metrics
 from tests.architectures import random_model
-from tests.test_train import said, signal_after, weights
+from tests.test_train import assert_resumes, said
 
 B, T, C, V = 2, 6, 8, 23
 CONFIG = Config(V, 16, C, 1, 16, 2, 1)
@@ -183,14 +187,31 @@ def test_rows_end_in_a_text_that_counts_as_much_as_the_weight_says(
 
 
 def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    whole, stopped = tmp_path / "whole.gguf", tmp_path / "stopped.gguf"
-    assert tuned(folder, whole, "--iters", "6") == 0
-    with signal_after(3):
-        assert tuned(folder, stopped, "--iters", "6") == 130
-    assert tuned(folder, stopped, "--iters", "6", "--resume") == 0, said(capsys)
-    assert losses(whole) == losses(stopped)
-    first, second = (weights(path) for path in (whole, stopped))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert_resumes(partial(tuned, folder), losses, tmp_path, capsys)
+
+
+def test_texts_written_before_a_stop_are_kept(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are written by the resumed run, as they would have been."""
+    monkeypatch.setattr(replay, "TOGETHER", (16,))
+    assert tuned(folder, tmp_path / "whole.gguf", "--iters", "1", "--replay", "40") == 0
+    write = replay._Writer.texts
+
+    def stop_at_the_second(self: Any, which: np.ndarray) -> Any:
+        if which[0] == 16:
+            os.kill(os.getpid(), signal.SIGINT)
+        return write(self, which)
+
+    output = tmp_path / "stopped.gguf"
+    with monkeypatch.context() as patch:
+        patch.setattr(replay._Writer, "texts", stop_at_the_second)
+        assert tuned(folder, output, "--iters", "1", "--replay", "40") == 130
+    assert (texts(output)["tokens"][:, 0] >= 0).tolist() == [True] * 32 + [False] * 8
+    assert tuned(folder, output, "--iters", "1", "--replay", "40", "--resume") == 0, said(capsys)
+    whole, resumed = texts(tmp_path / "whole.gguf"), texts(output)
+    for name in ("tokens", "means", "constants"):
+        assert np.array_equal(whole[name], resumed[name]), name
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,22 @@ def weights(path):
     return {name: gguf.array(name).tobytes() for name in gguf.entries}
 
 
+def assert_resumes(tuned, losses, folder, capsys):
+    """A run of six steps that is stopped at the third and resumed has the losses and bits of one that is not.
+
+    tuned(output, *flags)  runs finetune and returns its exit code
+    losses(output)         those of its steps
+    """
+    whole, stopped = folder / "whole.gguf", folder / "stopped.gguf"
+    assert tuned(whole, "--iters", "6") == 0
+    with signal_after(3):
+        assert tuned(stopped, "--iters", "6") == 130
+    assert tuned(stopped, "--iters", "6", "--resume") == 0, said(capsys)
+    assert losses(whole) == losses(stopped)
+    first, second = (weights(path) for path in (whole, stopped))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
 def test_a_run_leaves_a_model_and_all_about_it(data, tmp_path, capsys):
     output = tmp_path / "model.gguf"
     code = main(

@@ -39,7 +39,7 @@ class Distill:
     top: int = 16
 
     def numbers(self, time: int) -> int:
-        """Of 4 bytes, in the inputs of a row of `time` tokens."""
+        """How many numbers of 4 bytes the inputs of a row of `time` tokens hold."""
         return 2 * (self.top + 1) * time
 
     def loss(self, config: Config, w: Weights, made: Loss, chunk: int) -> Tensor:

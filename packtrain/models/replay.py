@@ -41,12 +41,12 @@ class Replay:
     width: int
 
     def numbers(self, time: int) -> int:
-        """Of 4 bytes, in the inputs of a row."""
+        """How many numbers of 4 bytes the inputs of a row hold."""
         return (self.width + 2) * self.length
 
     @property
     def nbytes(self) -> int:
-        """Of all texts, with the means in f16."""
+        """Bytes of all texts, with their means in f16."""
         return self.texts * self.length * (2 * self.width + 8)
 
     def loss(self, config: Config, w: Weights, made: Loss, chunk: int) -> Tensor:

@@ -5,15 +5,15 @@ answer is read once, by one of the ranks; rank 0 keeps the numbers in the run fo
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 
 from packtrain.design.plans import EVALUATE
-from packtrain.errors import Interrupted
 from packtrain.events import Events
 from packtrain.models.preference import Preference
-from packtrain.ranks import here
 from packtrain.training import told
 from packtrain.training.engine import Engine, with_targets
 from packtrain.training.job import Job
@@ -46,16 +46,9 @@ def refer(
     if not count:
         return
     job.subject.begin(engine.session)
-    with events.counting("reference model", "answer") as tell:
-        done = 0
-        for name, part in found.items():
-            for number in _fill(job, engine, part, asked[name]):
-                done += number
-                tell(done, count)
-                if here().any(stopped()):
-                    told.write(path, mark, known)
-                    raise Interrupted("stopped before step 1")
-    told.write(path, mark, known)
+    counts = chain.from_iterable(_fill(job, engine, part, asked[n]) for n, part in found.items())
+    save = partial(told.write, path, mark, known)
+    told.follow(accumulate(counts), count, events, "reference model", "answer", stopped, save)
 
 
 def _fill(job: Job, engine: Engine, part: PairBatches, which: list[int]) -> Iterator[int]:

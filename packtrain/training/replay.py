@@ -5,6 +5,7 @@ in them, where a resumed run reads them.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,14 @@ import numpy as np
 from packtrain import ops
 from packtrain.backends import Target
 from packtrain.context import Context
-from packtrain.errors import DoesNotFit, Interrupted
+from packtrain.errors import DoesNotFit
 from packtrain.events import Events
 from packtrain.graph import Graph
-from packtrain.memory import settle
 from packtrain.models import transformer
 from packtrain.models.file import ModelFile
 from packtrain.models.replay import CONSTANTS, IDS, MEANS, Replay
 from packtrain.models.shapes import HEAD_BIAS
 from packtrain.placing import place
-from packtrain.ranks import here
 from packtrain.run import Executor, Session
 from packtrain.samples import Samples
 from packtrain.tensor import input
@@ -31,6 +30,9 @@ from packtrain.training.samples import SampleBatches
 
 FILE = "replay.npz"  # in the run folder
 TOGETHER = 16, 4, 1  # texts written at once: the most that fit
+LOGIT_NBYTES = (
+    12  # beside the context, of a text and a token of the vocabulary: logit, p, and p in the arena
+)
 
 
 class ReplayBatches(SampleBatches):
@@ -83,22 +85,20 @@ def write_texts(
     told.recall(path, mark, train.known)
     missing = np.flatnonzero(train.known["tokens"][:, 0] < 0)
     if missing.size:
-        with events.counting("texts of the base", "text") as tell:
-            for done in _fill(train, job, missing, limit):
-                tell(done, len(missing))
-                if here().any(stopped()):
-                    raise Interrupted("stopped before step 1")
-        settle()
-        told.write(path, mark, train.known)
+        progress, save = (
+            _fill(train, job, missing, limit),
+            partial(told.write, path, mark, train.known),
+        )
+        told.follow(progress, len(missing), events, "texts of the base", "text", stopped, save)
 
 
 def _fill(train: ReplayBatches, job: Job, missing: np.ndarray, limit: int | None) -> Iterator[int]:
     """Write the missing texts; yields how many are done."""
-    context, together = _context(train, limit, job)
-    groups = [missing[at : at + together] for at in range(0, len(missing), together)]
+    writer = _Writer(train, limit, job)
+    groups = [missing[at : at + writer.together] for at in range(0, len(missing), writer.together)]
 
     def write(index: int) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        return [(groups[index], _written(context, train, job, groups[index]))]
+        return [(groups[index], writer.texts(groups[index]))]
 
     done = 0
     for every in told.in_turn(len(groups), write):
@@ -109,46 +109,50 @@ def _fill(train: ReplayBatches, job: Job, missing: np.ndarray, limit: int | None
         yield done
 
 
-def _context(train: ReplayBatches, limit: int | None, job: Job) -> tuple[Context, int]:
-    """A context for as many texts at once as fit, and how many these are."""
-    for together in TOGETHER:
-        cells, target = together * train.how.length, job.settings.target
-        try:
-            return Context(
-                train.base, cells=cells, sequences=together, prompts=(), memory=limit, target=target
-            ), together
-        except DoesNotFit:
-            if together == TOGETHER[-1]:
-                raise
-    raise AssertionError
+class _Writer:
+    """The base with a cache for as many texts at once as fit: `together`."""
 
+    def __init__(self, train: ReplayBatches, limit: int | None, job: Job) -> None:
+        self._train, self._seed, base = train, job.settings.seed, train.base
+        self._vocabulary, size = base.tokenizer(), base.config.vocab_size
+        for self.together in TOGETHER:
+            try:
+                self._context = Context(
+                    base, cells=self.together * train.how.length, sequences=self.together, prompts=(),
+                    memory=limit, beside=self.together * size * LOGIT_NBYTES, target=job.settings.target,
+                )  # fmt: skip
+                break
+            except DoesNotFit:
+                if self.together == TOGETHER[-1]:
+                    raise
+        self._mean, self._bias = _mean_of_head(base, job.settings.target, self.together)
 
-def _written(
-    context: Context, train: ReplayBatches, job: Job, which: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Write some of the texts, see ReplayBatches.known; in full, because no text ends early."""
-    vocabulary, how, seqs = train.base.tokenizer(), train.how, [*range(len(which))]
-    draws = [np.random.default_rng([job.settings.seed, text]) for text in which.tolist()]
-    first = vocabulary.eos if vocabulary.bos is None else vocabulary.bos
-    made = {name: np.zeros_like(values[which]) for name, values in train.known.items()}
-    made["tokens"][:, 0], ends = first or 0, [*vocabulary.ends]
-    mean, bias = _mean_of_head(train.base, job.settings.target, len(which))
-    for seq in seqs:
-        context.remove(seq)
-    for at in range(how.length):
-        logits = context.decode(made["tokens"][:, at].tolist(), seqs)
-        logits -= logits.max(-1, keepdims=True)
-        p = np.exp(logits)
-        sums = p.sum(-1, keepdims=True, dtype=np.float64)
-        p /= sums.astype(np.float32)
-        made["means"][:, at] = mean({"p": p})["mean"]
-        constants = np.vecdot(p, logits) - np.log(sums[:, 0]) - p @ bias  # less entropy and bias
-        p[:, ends] = 0
-        for seq, row in enumerate(np.cumsum(p, -1, dtype=np.float64)):
-            drawn = int(np.searchsorted(row, draws[seq].random() * row[-1], "right"))
-            made["tokens"][seq, at + 1], constants[seq] = drawn, constants[seq] + bias[drawn]
-        made["constants"][:, at] = constants
-    return made
+    def texts(self, which: np.ndarray) -> dict[str, np.ndarray]:
+        """Some of the texts, see ReplayBatches.known; none ends early. As many as fit, or fewer."""
+        draws = [np.random.default_rng([self._seed, text]) for text in which.tolist()]
+        made = {name: np.zeros_like(values[which]) for name, values in self._train.known.items()}
+        words, seqs = self._vocabulary, [*range(len(which))]
+        made["tokens"][:, 0] = (words.eos if words.bos is None else words.bos) or 0
+        for seq in seqs:
+            self._context.remove(seq)
+        p = np.zeros((self.together, self._train.base.config.vocab_size), np.float32)
+        for at in range(self._train.how.length):
+            logits = self._context.decode(made["tokens"][:, at].tolist(), seqs)
+            logits -= logits.max(-1, keepdims=True)
+            likely = np.exp(logits, out=p[: len(which)])
+            sums = likely.sum(-1, keepdims=True, dtype=np.float64)
+            likely /= sums.astype(np.float32)
+            made["means"][:, at] = self._mean({"p": p})["mean"][: len(which)]
+            # less entropy and bias
+            constants = np.vecdot(likely, logits) - np.log(sums[:, 0]) - likely @ self._bias
+            likely[:, [*words.ends]] = 0
+            for seq, row in enumerate(likely):
+                total = np.cumsum(row, dtype=np.float64)
+                drawn = int(np.searchsorted(total, draws[seq].random() * total[-1], "right"))
+                made["tokens"][seq, at + 1] = drawn
+                constants[seq] += self._bias[drawn]
+            made["constants"][:, at] = constants
+        return made
 
 
 def _mean_of_head(base: ModelFile, target: Target, rows: int) -> tuple[Executor, np.ndarray]:

@@ -4,23 +4,22 @@ Computed once, before the memory of the run is taken, each sample by one of seve
 folder, where a resumed run reads it.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from packtrain.backends import Target
-from packtrain.errors import DoesNotFit, InputError, Interrupted
+from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
 from packtrain.graph import Graph
-from packtrain.memory import private_nbytes, settle
+from packtrain.memory import private_nbytes
 from packtrain.models import transformer
 from packtrain.models.distill import IDS, PARTS, Distill, reading
 from packtrain.models.file import ModelFile
 from packtrain.placing import place
 from packtrain.planning import make_plan, size_text
-from packtrain.ranks import here
 from packtrain.run import Session
 from packtrain.samples import Samples
 from packtrain.training import told
@@ -29,7 +28,6 @@ from packtrain.training.samples import SampleBatches
 
 FILE = "teacher.npz"  # in the run folder
 TOKENS = 32  # whose logits are computed at a time
-SAVE_SECONDS = 60.0  # between writes of what is known so far
 
 
 class TeacherBatches(SampleBatches):
@@ -150,20 +148,11 @@ def teach(
     if missing:
         shared = min(job.config.vocab_size, train.teacher.config.vocab_size)
         how = train.how.top, shared
-        reader = Reader(train.teacher, train.time, how, limit, job.settings.target)
-        with events.counting("teacher", "sample") as tell:
-            written = time.monotonic()
-            for done in _fill(train, reader, missing):
-                tell(done, len(missing))
-                if here().any(stopped()):
-                    told.write(path, mark, known)
-                    raise Interrupted("stopped before step 1")
-                if time.monotonic() - written > SAVE_SECONDS:
-                    told.write(path, mark, known)
-                    written = time.monotonic()
-        del reader
-        settle()
-        told.write(path, mark, known)
+        progress = _fill(
+            train, Reader(train.teacher, train.time, how, limit, job.settings.target), missing
+        )
+        save = partial(told.write, path, mark, known)
+        told.follow(progress, len(missing), events, "teacher", "sample", stopped, save)
 
 
 def _fill(train: TeacherBatches, reader: Reader, which: list[int]) -> Iterator[int]:

@@ -3,6 +3,7 @@
 Several ranks share out what is to be told; all know all of it, and rank 0 keeps it.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,17 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from packtrain.errors import Interrupted
+from packtrain.events import Events
 from packtrain.files import atomic_file
+from packtrain.memory import settle
 from packtrain.ranks import here
 from packtrain.samples import Samples
 from packtrain.training.job import Job
 from packtrain.training.samples import SampleBatches
 
 PART = 1 << 18  # bytes that are sent at a time
+SAVE_SECONDS = 60.0  # between writes of what is known so far
 
 T = TypeVar("T")
 
@@ -58,6 +63,26 @@ def in_turn(count: int, read: Callable[[int], list[T]]) -> Iterator[list[T]]:
     for first in range(world.rank, count + world.rank, world.size):
         every = world.gather(read(first) if first < count else [])
         yield [one for found in every for one in found]
+
+
+def follow(
+    progress: Iterator[int], total: int, events: Events, what: str, part: str, stopped: Callable[[], bool],
+    save: Callable[[], None],
+) -> None:  # fmt: skip
+    """Go through `progress`, which yields how many parts of `total` are done; save now and then, at a stop, and at the
+    end. Raises Interrupted if `stopped()` on any rank."""
+    saved = time.monotonic()
+    with events.counting(what, part) as tell:
+        for done in progress:
+            tell(done, total)
+            stops = here().any(stopped())
+            if stops or time.monotonic() - saved > SAVE_SECONDS:
+                save()
+                saved = time.monotonic()
+            if stops:
+                raise Interrupted("stopped before step 1")
+    settle()  # what read the texts is gone
+    save()
 
 
 def recall(path: Path, mark: str, known: Mapping[str, np.ndarray]) -> None:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from functools import partial
 
 import numpy as np
 
@@ -108,11 +108,7 @@ def beside_torch(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
 
 
 TORCH = "benchmarks.torch_peer"  # of the repository; it is not installed
-
-
-def has_torch() -> bool:
-    """Whether there are PyTorch and, in a checkout, its peer."""
-    return all(find_spec(name) is not None for name in ("torch", "benchmarks", TORCH))
+has_torch = partial(kernels.has_torch, TORCH)
 
 
 def table(found: Sequence[Timed]) -> Table:

@@ -3,8 +3,7 @@
 import importlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib.util import find_spec
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,13 +179,7 @@ def checked_slopes(name: str) -> Iterator[Found]:
 # ---- PyTorch -------------------------------------------------------------------------------------------------
 
 PEERS = "benchmarks.torch_ops"  # of the repository; they are not installed
-
-
-@cache
-def has_torch() -> bool:
-    """Whether there are PyTorch and, in a checkout, the functions of PyTorch to compare with."""
-    found = (find_spec(name) for name in ("torch", "benchmarks", PEERS))
-    return all(one is not None for one in found)
+has_torch = cache(partial(kernels.has_torch, PEERS))
 
 
 @cache

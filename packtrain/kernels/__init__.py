@@ -5,6 +5,7 @@ importing this package loads neither numba nor torch.
 """
 
 import importlib
+from importlib.util import find_spec
 from types import ModuleType
 
 from packtrain.kernels import ahead, store
@@ -13,7 +14,7 @@ from packtrain.kernels.crew import COUNT, set_threads, threads
 
 __all__ = [
     "AWARE", "CONVS", "COUNT", "DELTAS", "EXPERTS", "LEARNING", "OF_OPS", "PACKING", "SCANS", "TILED", "WEIGHING",
-    "WINDOWS", "WRITING", "WRITTEN", "is_loaded", "load_all", "prepare", "set_threads", "threads", "torch",
+    "WINDOWS", "WRITING", "WRITTEN", "has_torch", "is_loaded", "load_all", "prepare", "set_threads", "threads", "torch",
 ]  # fmt: skip
 
 # kernel modules for generation, for training, for experts, and for writing quantized files
@@ -39,6 +40,14 @@ OF_OPS = (*EXPERTS, *SCANS, *DELTAS, *AWARE, *WINDOWS, *TILED)  # of graphs of a
 def torch() -> ModuleType:
     """PyTorch, loaded on first use."""
     return importlib.import_module("torch")
+
+
+def has_torch(peer: str) -> bool:
+    """Whether there are PyTorch and, in a checkout, this module `benchmarks.…` that compares with it."""
+    try:
+        return find_spec("torch") is not None and find_spec(peer) is not None
+    except ModuleNotFoundError:  # no checkout, or another module is called benchmarks
+        return False
 
 
 def __getattr__(name: str) -> object:

@@ -30,9 +30,8 @@ DAY = 24 * 3600.0
 Say = Callable[[str], None]
 STACK_NBYTES = 1 << 20
 START_NBYTES = 32 << 20  # of a child before it reads; 20 to 27 MiB were measured
-RENDERING_NBYTES = (
-    32 << 20
-)  # of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
+# of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
+RENDERING_NBYTES = 32 << 20
 DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 
 

@@ -12,6 +12,7 @@ from packtrain.ranks import rank
 from packtrain.tasks.finetune import finetune
 from packtrain.training.tune import ADAPTER, Tuned, name_of
 from packtrain.training.tune_settings import TuneSettings
+from packtrain.watch.history import MODELFILE
 
 OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # not allowed in Ollama's model names
 
@@ -52,4 +53,4 @@ def _uses(settings: TuneSettings, tuned: Tuned, beside: bool) -> Iterator[str]:
         adapter = shlex.quote(str(settings.adapter or settings.folder / ADAPTER))
         yield f"llama-cli -m {base} --lora {adapter}{prompt}"
     model = OTHERS.sub("-", name_of(settings.output)).strip("-.") or "tuned"
-    yield f"ollama create {model} -f {shlex.quote(str(settings.folder / 'Modelfile'))}"
+    yield f"ollama create {model} -f {shlex.quote(str(settings.folder / MODELFILE))}"

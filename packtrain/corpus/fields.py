@@ -15,11 +15,8 @@ ANSWERS = ("chosen", "completion", "answer", "response", "output", "reply")
 PAIRS = (*product(QUESTIONS, ANSWERS), ("user", "assistant"), ("human", "assistant"))
 JOINED = ("context", "input")  # into the prompt, beside another question
 CONVERSATIONS = ("messages", "conversations")
-ALIASES = {
-    "functions": "tools",
-    "system_prompt": "system",
-    "rejected_response": "rejected",
-}  # of OpenAI, Axolotl, ms-swift
+# of OpenAI, Axolotl, ms-swift
+ALIASES = {"functions": "tools", "system_prompt": "system", "rejected_response": "rejected"}
 TOGETHER = ("system", "history", "tools", "chosen", "rejected")  # with others
 FIELDS = ("prompt", "completion", "text", *CONVERSATIONS, *TOGETHER)
 MAX_CHARACTERS, SENTENCE_WORDS, SENTENCE_ENDS = 40, 5, (".", "?", "!")  # no column is called so

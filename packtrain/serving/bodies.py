@@ -126,10 +126,8 @@ class Heard:
 
         async def sending(message: Message) -> None:
             nonlocal ended
-            ended, nbytes = (
-                ended or message.get("status") == 408,
-                0,
-            )  # who sends too slowly is not waited for
+            ended = ended or message.get("status") == 408  # who sends too slowly is not waited for
+            nbytes = 0
             with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE):
                     while not ended and nbytes < REFUSED:

@@ -24,6 +24,7 @@ from packtrain.training.probe import probe
 from packtrain.training.state import Progress
 from packtrain.training.tune import Tuned, build_job
 from packtrain.training.tune_settings import TuneSettings
+from packtrain.watch.history import MODELFILE
 
 
 def finetune(settings: TuneSettings, events: Events) -> Trained:
@@ -105,4 +106,4 @@ def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
     if settings.merge == "none":
         lines = [f"FROM {base.gguf.path.absolute()}", f"ADAPTER ../{settings.output.name}"]
     lines += [*stops, ""]
-    write_text(settings.folder / "Modelfile", "\n".join(lines))
+    write_text(settings.folder / MODELFILE, "\n".join(lines))

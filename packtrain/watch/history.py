@@ -118,17 +118,16 @@ class History:
 
     def state(self) -> str:
         """running, done, unmerged, failed or stopped: what a reader of the files can know."""
-        begun, merged = (modified(self.folder / name) for name in (SETTINGS, MODELFILE))
-        if (
-            self.end is not None
-        ):  # after its last step, finetune merges, and then writes the Modelfile
-            quiet = time.time() - self.changed
-            waits = "merge" in self.settings and merged < begun
-            return "done" if not waits else "unmerged" if quiet > QUIET_MERGE else "running"
+        quiet = time.time() - self.changed
+        if self.end is not None:
+            # after its last step, finetune merges, and then writes the Modelfile
+            begun, merged = (modified(self.folder / name) for name in (SETTINGS, MODELFILE))
+            if "merge" not in self.settings or merged >= begun:
+                return "done"
+            return "unmerged" if quiet > QUIET_MERGE else "running"
         if not math.isfinite(self.now.get("loss", 0.0)):
             return "failed"
         each = self.now.get("seconds", 0.0) / max(self.step, 1)
-        quiet = time.time() - self.changed
         return "running" if quiet < max(QUIET, QUIET_STEPS * each) else "stopped"
 
     def figures(self) -> dict[str, Any]:

@@ -53,16 +53,7 @@ def lines(found: Sequence[dict[str, Any]], width: float = math.inf) -> Iterator[
     """The table as text; numbers stand to the right. Columns beyond the width are named below it."""
     differ = list(found[0]["settings"]) if found else []
     heads = [
-        "run",
-        "state",
-        "step",
-        "learnt",
-        "loss",
-        "best",
-        "val",
-        "best",
-        "tokens/s",
-        "time",
+        *["run", "state", "step", "learnt", "loss", "best", "val", "best", "tokens/s", "time"],
         "last record",
     ]
     cells = [[*heads, *differ], *(_cells(row, differ) for row in found)]

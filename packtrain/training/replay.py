@@ -1,4 +1,4 @@
-"""Texts that the base writes before step 1, a part of which ends every row of a batch: see models.replay.
+"""Texts that the base writes before step 1; every row of a batch ends in one of them: see models.replay.
 
 The base writes them from nothing, at temperature 1; rank 0 keeps them in the run folder with what the base finds likely
 in them, where a resumed run reads them.

@@ -30,6 +30,7 @@ from packtrain.memory import parse_size, private_nbytes_of
 
 MIB = 1 << 20
 MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")
+READING = re.compile(r"reading the data needs at least (\w+)")
 COUNTED = re.compile(r"^(VmData|RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
 MOST_WORK = 3e10  # tokens of a step times parameters of all blocks
 # by which what is reserved differs from run to run: the larger the plan, the more heap it leaves

@@ -32,15 +32,22 @@ STACK_NBYTES = 1 << 20
 START_NBYTES = 32 << 20  # of a child before it reads; 20 to 27 MiB were measured
 # of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
 RENDERING_NBYTES = 32 << 20
+TOKEN_NBYTES = 350  # of a vocabulary's token in both; 330 were measured with Gemma 3's 262,144
 DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 
 
 def make(
-    folder: Path, module: str, request: Mapping[str, Any], say: Say, memory: str | None = None
+    folder: Path,
+    module: str,
+    request: Mapping[str, Any],
+    say: Say,
+    memory: str | None = None,
+    vocab_size: int = 0,
 ) -> None:
     """Let a child fill the folder. An existing one is damaged and is replaced. Raises what the child raises.
 
     memory  --memory, which this process and the child stay within. Raises DoesNotFit
+    vocab_size  tokens of the vocabulary that the child reads
     """
     room = None
     if memory is not None:
@@ -48,6 +55,7 @@ def make(
         used = private_nbytes()
         room = parse_size(memory, "--memory") - used
         start = START_NBYTES + RENDERING_NBYTES * module.endswith("samples")
+        start += TOKEN_NBYTES * vocab_size
         if room < start:
             least = -(-(used + start) // (1 << 20))
             raise DoesNotFit(f"--memory: reading the data needs at least {least}MiB")

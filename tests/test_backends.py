@@ -81,6 +81,10 @@ class Far:
     def capacity(self):
         return int(os.environ["FAR_NBYTES"]) if "FAR_NBYTES" in os.environ else None
 
+    @property
+    def on_host(self):
+        return self.capacity is None
+
     def kernel(self, op, inputs):
         known = CPU.kernel(op, inputs)
         return known and Kernel(launched(known.run), known.strided)

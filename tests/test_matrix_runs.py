@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from benchmarks.budget import READING
 from benchmarks.watched import packtrain
 from packtrain.memory import parse_size
 from packtrain.models.config import ARCHITECTURES
@@ -12,7 +13,6 @@ from tests.architectures import CONFIGS, random_model
 from tests.kill import chats
 
 LEAST = re.compile(r"the smallest --memory that would do is (\w+)")
-READS = re.compile(r"reading the data needs at least (\w+)")
 FEED_FORWARD = {"full": 2048, "frozen": 4096, "last": 4096, "lora": 16384, "lora last": 16384}
 WAYS = {
     "full": ("--full",),
@@ -101,7 +101,7 @@ def test_the_smallest_budget_runs_within_itself(name, compiled, tmp_path):
     batch = 1 if name in SINGLE else BATCHES[[*ROWS].index(name) % len(BATCHES)]
     asked += ["--batch-size", batch]
     refused = packtrain("finetune", base, *asked, "--memory", "10MiB")
-    reads = READS.search(refused.said)  # first the data must be read, then the run be planned
+    reads = READING.search(refused.said)  # first the data must be read, then the run be planned
     if reads:
         read = packtrain("finetune", base, *asked, "-o", tmp_path / "r.gguf", "--memory", reads[1])
         assert "to be read" not in read.said, read.said

@@ -54,6 +54,10 @@ class Backend(Protocol):
     def capacity(self) -> int | None:
         """Bytes of its space that a run may take; None where that is for others to say."""
 
+    @property
+    def on_host(self) -> bool:
+        """Whether its space is memory of this process, which `--memory` counts."""
+
     # ---- what it can do
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
         """What runs the op on such inputs; None if it cannot."""
@@ -134,6 +138,7 @@ class Host:
     space: str = HOST
     alignment: int = 64
     capacity: int | None = None
+    on_host: bool = True
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
         return op.kernels.get(self.name)

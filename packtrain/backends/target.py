@@ -53,7 +53,7 @@ class Target:
     @property
     def aside(self) -> set[str]:
         """Spaces that are counted apart and yet are memory of this process, such as cpu:1's."""
-        return {b.space for b in self.every if b.space != HOST and b.capacity is None}
+        return {b.space for b in self.every if b.space != HOST and b.on_host}
 
     def beyond(self, space: str, buffers: Sequence[int]) -> int:
         """By how much more than these sizes buffers get there, see Backend.pool."""

@@ -176,6 +176,10 @@ class Apart:
             return int(torch.cuda.mem_get_info(self.device)[0])
         return int(torch.mps.recommended_max_memory()) if self.device == "mps" else None
 
+    @property
+    def on_host(self) -> bool:
+        return self.device == "cpu"
+
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
         _as_many_threads()
         unknown = any(t is not None and self._only_bytes(t.dtype) for t in inputs)

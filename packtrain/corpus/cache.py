@@ -14,6 +14,7 @@ from packtrain.corpus.tokens import Tokens, read_tokens
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.kept import Say, make
+from packtrain.tokenizer import KEYS
 from packtrain.vocabulary import vocabulary_of
 
 FORMAT = 3  # increase it to rebuild all caches
@@ -44,7 +45,8 @@ def prepare(text: Text, cache: Path, say: Say, memory: str | None = None) -> Cor
     except (OSError, ValueError):  # missing or damaged
         request = asdict(text) | {"data": str(text.data)}
         request["vocab"] = str(text.vocab) if text.vocab else None
-        make(folder, __package__, request, say, memory)
+        size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
+        make(folder, __package__, request, say, memory, size)
         found = read_corpus(folder, parts)
     return replace(found, notes=(*left_out(text.data, sources), *found.notes))
 

@@ -59,7 +59,7 @@ def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) ->
         found = read_dataset(folder, parts, size, names)
     except (OSError, ValueError):  # missing or damaged
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
-        make(folder, __package__, request, say, memory)
+        make(folder, __package__, request, say, memory, size)
         found = read_dataset(folder, parts, size, names)
     is_new = any(map(SINCE.search, found.notes))
     fingerprint = checksum((IDENTITY + is_new, *read), sources)

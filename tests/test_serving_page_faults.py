@@ -376,3 +376,76 @@ def test_the_page_says_whether_the_server_is_there(files, opened, tmp_path):  # 
         assert "gone" in link.get_attribute("class")
         with server:
             link.get_by_text("connected").wait_for()
+
+
+# ---- two tabs
+
+
+def another_tab(page: Any) -> Any:
+    other = page.context.new_page()
+    other.set_default_timeout(20_000)
+    other.goto(page.url)
+    other.locator(".column").nth(1).wait_for()
+    return other
+
+
+def listed(page: Any) -> list[str]:
+    return [text.partition(": ")[2] for text in page.locator("#talk option").all_text_contents()]
+
+
+def test_conversations_of_two_tabs_are_all_kept(served, opened):  # noqa: F811
+    page = opened(served.address)
+    other = another_tab(page)
+    for tab, question in ((page, "one"), (other, "two")):
+        say(tab, "yes", "no")
+        ask(tab, question)
+    button(page, "Keep: answer of tuned").click()
+    for tab, question in ((page, "one"), (other, "two")):
+        assert sorted(listed(tab)) == ["one", "two"]
+        assert tab.locator(".question p").text_content() == question
+        tab.reload()
+        tab.locator(".column").nth(1).wait_for()
+        assert sorted(listed(tab)) == ["one", "two"]
+        assert choose(tab, "kept answers") == "kept answers (1)"
+        assert tab.locator(".question p").text_content() == question
+
+
+def test_a_conversation_in_two_tabs_goes_on_in_both(served, opened):  # noqa: F811
+    page = opened(served.address)
+    say(page, "yes", "no")
+    ask(page, "one")
+    other = another_tab(page)
+    say(other, "yes", "no")
+    button(page, "Keep: answer of tuned").click()
+    other.locator(".answer.kept").wait_for()
+    ask(other, "two")
+    page.locator(".turn").nth(1).wait_for()
+    assert listed(page) == listed(other) == ["one"]
+    button(other, "Edit: answer of base").first.click()
+    ask(page, "three")
+    other.locator(".text textarea").fill("my own")
+    button(other, "Save: answer of base").click()
+    assert "both are in the list" in other.locator("#said").text_content()
+    page.locator("#talk option").nth(1).wait_for(state="attached")
+    page.reload()
+    page.locator(".column").nth(1).wait_for()
+    turns = []
+    for at in range(2):
+        page.select_option("#talk", str(at))
+        turns.append(page.locator(".question p").all_text_contents())
+    assert sorted(turns) == [["one", "two"], ["one", "two", "three"]]
+
+
+def test_what_one_tab_deletes_the_other_does_not_bring_back(served, opened):  # noqa: F811
+    page = opened(served.address)
+    say(page, "yes", "no")
+    ask(page, "one")
+    other = another_tab(page)
+    say(other, "yes", "no")
+    other.click("#fresh")
+    page.click("#drop")
+    ask(other, "two")
+    assert listed(other) == ["two"]
+    page.click("#undo")
+    other.locator("#talk option").nth(1).wait_for(state="attached")
+    assert sorted(listed(other)) == ["one", "two"]

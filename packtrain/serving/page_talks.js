@@ -1,31 +1,91 @@
 // ---- conversations
 
 const answersOf = one => one.turns.flatMap(turn => Object.values(turn.answers));
-let talks = stored("talks", []).filter(one => Array.isArray(one.turns));  // system message and turns: question, answers
-for (const answer of talks.flatMap(answersOf)) answer.pieces ??= [];
-if (!talks.length) talks.push({ system: "", turns: [] });
-let current = Math.min(stored("current", 0), talks.length - 1);
+const TALK = "packtrain.talk.";  // each conversation has a key of its own: a tab writes only over what it has read
+const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+const newTalk = () => ({ id: newId(), begun: Date.now(), system: "", turns: [] });
+const texts = new Map();  // by id: the conversation's text in the store, as last read or written here
+const talks = readTalks();  // system message and turns: question, answers
+let current = Math.max(talks.findIndex(({ id }) => id === (stored("current", null, sessionStorage) ?? stored("current", null))), 0);
 const talk = () => talks[current];
+
+/** The conversation of a text in the store; null if it is none. */
+function parsed(text) {
+  let one = null;
+  try { one = JSON.parse(text); } catch { return null; }
+  if (!Array.isArray(one?.turns)) return null;
+  for (const answer of answersOf(one)) answer.pieces ??= [];
+  return one;
+}
+
+const storedText = id => { try { return localStorage.getItem(TALK + id); } catch { return null; } };
+
+function readTalks() {
+  const found = [], old = stored("talks", []);  // before, one text had them all
+  try {
+    for (const key of Object.keys(localStorage).filter(name => name.startsWith(TALK))) {
+      const text = localStorage.getItem(key), one = parsed(text);
+      if (one) found.push(one), texts.set(one.id, text);
+    }
+    localStorage.removeItem("packtrain.talks");
+  } catch { /* a browser that stores nothing */ }
+  found.push(...old.map((one, at) => parsed(JSON.stringify({ ...newTalk(), begun: at, ...one }))).filter(Boolean));
+  return found.length ? found.sort((one, other) => one.begun - other.begun) : [newTalk()];
+}
 const usable = answer => answer && ["done", "stopped"].includes(answer.state) && answer.text.trim() !== "";
 const keptOf = turn => turn.answers[turn.kept];
 
 /** Store all conversations. Where the browser's store is full, those that are not shown lose their probabilities first. */
 function save() {
-  const answers = turn => Object.fromEntries(Object.entries(turn.answers).map(([key, answer]) =>
-    [key, { ...answer, control: undefined, editing: undefined, draft: undefined,
-      state: answer.state === "writing" ? "stopped" : answer.state }]));
-  const values = () => talks.map(({ system, turns }) => ({ system, turns: turns.map(turn => ({ ...turn, answers: answers(turn) })) }));
-  const rest = [...talks.filter(one => one !== talk()), talk()];
-  while (!store("talks", values())) {
+  const shown = talk(), rest = [...talks.filter(one => one !== shown), shown];
+  for (const one of [...talks]) while (!put(one)) {
     const last = rest.shift();
     if (!last) { say("This browser keeps no more: download the conversations before you close the page."); break; }
     for (const answer of answersOf(last).filter(one => one.pieces.length && one.state !== "writing"))
       Object.assign(answer, { pieces: [], dropped: true });
-    if (last === talk()) drawTurns();
+    if (last !== one) put(last);
+    if (last === shown) drawTurns();
   }
-  store("current", current);
+  current = talks.indexOf(shown);
+  for (const where of [sessionStorage, localStorage]) store("current", shown.id, where);
   drawChoices();
 }
+
+const valueOf = ({ id, begun, system, turns }) => ({ id, begun, system, turns: turns.map(turn => ({ ...turn,
+  answers: Object.fromEntries(Object.entries(turn.answers).map(([key, answer]) =>
+    [key, { ...answer, control: undefined, editing: undefined, draft: undefined,
+      state: answer.state === "writing" ? "stopped" : answer.state }])) })) });
+const isChanged = one => JSON.stringify(valueOf(one)) !== texts.get(one.id);
+
+/** Store a conversation that was changed here; one that another tab has changed, too, stays beside it. Whether there was room. */
+function put(one) {
+  if (!isChanged(one) || (!one.turns.length && !texts.has(one.id))) return true;
+  const there = storedText(one.id), other = there !== null && there !== texts.get(one.id) ? parsed(there) : null;
+  if (other) {
+    texts.set(other.id, there);
+    talks.splice(talks.indexOf(one), 0, other);
+    one.id = newId();
+    say("Another tab went on with this conversation: both are in the list.");
+  }
+  const value = valueOf(one), isStored = store(`talk.${one.id}`, value);
+  if (isStored) texts.set(one.id, JSON.stringify(value));
+  return isStored;
+}
+
+// what another tab has stored
+addEventListener("storage", ({ key, newValue }) => {
+  if (!key?.startsWith(TALK)) return;
+  const id = key.slice(TALK.length), mine = talks.find(one => one.id === id), shown = talk(), other = parsed(newValue);
+  if (mine && (isChanged(mine) || preparing || answersOf(mine).some(answer => answer.control || answer.editing))) return;
+  if (other) {
+    texts.set(id, newValue);
+    if (mine) Object.assign(mine, other);
+    else talks.push(other);
+    if (mine === shown) drawTurns();
+  } else if (mine && mine !== shown) talks.splice(talks.indexOf(mine), 1);
+  current = talks.indexOf(shown);
+  drawChoices();
+});
 
 const before = (turns, key) => {
   const messages = talk().system.trim() ? [{ role: "system", content: talk().system }] : [];
@@ -121,7 +181,7 @@ function show(at) {
 $("talk").addEventListener("change", event => show(Number(event.target.value)));
 $("fresh").addEventListener("click", () => {
   const empty = talks.findIndex(one => !one.turns.length);
-  if (empty < 0) talks.push({ system: "", turns: [] });
+  if (empty < 0) talks.push(newTalk());
   show(empty < 0 ? talks.length - 1 : empty);
   $("question").focus();
 });
@@ -130,7 +190,9 @@ $("drop").addEventListener("click", () => {
   forgetUndo();
   for (const answer of answersOf(one)) answer.control?.abort();
   talks.splice(at, 1);
-  const stand = talks.length ? null : { system: "", turns: [] };
+  texts.delete(one.id);
+  try { localStorage.removeItem(TALK + one.id); } catch { /* it was not stored */ }
+  const stand = talks.length ? null : newTalk();
   if (stand) talks.push(stand);
   show(Math.min(at, talks.length - 1));
   if (!one.turns.length) return;

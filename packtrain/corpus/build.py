@@ -14,6 +14,7 @@ from packtrain import gguf
 from packtrain.corpus import documents as corpus_documents
 from packtrain.corpus.documents import TRAIN, VALID, Piece, Source, Survey, Text, divide, parts_of
 from packtrain.corpus.report import Report
+from packtrain.corpus.streams import is_packed
 from packtrain.corpus.tokens import TokenFile, write_tokens
 from packtrain.errors import InputError
 from packtrain.gguf import Value
@@ -31,15 +32,14 @@ def write_corpus(text: Text, folder: Path, say: Say) -> None:
     """Fill the folder. Raises InputError for bad text."""
     sources = corpus_documents.find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
-    packed = any(source.path.suffix == ".gz" for source in sources)  # holds nobody knows how much
-    size = 0 if packed else total
+    packed = any(is_packed(source.path) for source in sources)
 
-    def read(doing: str, reports: list[Report]) -> Iterator[Piece]:
+    def read(doing: str, reports: list[Report], nbytes: int) -> Iterator[Piece]:
         pieces = corpus_documents.read_documents(sources, text.separator, reports, text.kept)
-        return _reported(pieces, doing, size, say)
+        return _reported(pieces, doing, nbytes, say)
 
     reports = _reports(text, sources)
-    found = corpus_documents.survey(read("reading", reports))
+    found = corpus_documents.survey(read("reading", reports, 0 if packed else total))
     found_notes = [note for report in reports for note in report.notes]
     if not found.documents:
         what = "holds nothing but whitespace" if total else "is empty"
@@ -50,7 +50,7 @@ def write_corpus(text: Text, folder: Path, say: Say) -> None:
     split = 0.0 if any(source.part for source in sources) else text.val_split
 
     def divided(doing: str) -> Iterator[Piece]:
-        return divide(read(doing, _reports(text, sources)), found, split)
+        return divide(read(doing, _reports(text, sources), found.nbytes), found, split)
 
     vocabulary, note = _vocabulary(text, found, divided("sampling for the vocabulary"))
     tokenizer = _tokenizer(text, vocabulary)

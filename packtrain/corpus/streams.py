@@ -41,6 +41,11 @@ def kind_of(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
+def is_packed(path: Path) -> bool:
+    """Whether a file's size says nothing of how much text it has."""
+    return path.suffix.lower() == ".gz" or kind_of(path) in (*SHEETS, *COLUMNS)
+
+
 def data_files(data: Path | None) -> list[Path]:
     """The file, or those of a folder that can be data."""
     if data is None or not data.is_dir():

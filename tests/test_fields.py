@@ -1,6 +1,7 @@
 """Columns by other names: guessed and said, or given by --columns; joined, not dropped; spreadsheets as they are."""
 
 import json
+import shlex
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from packtrain.cli import main
 from packtrain.corpus import columns
 from packtrain.corpus.documents import Source, find_sources, left_out
+from packtrain.corpus.fields import read_columns
 from packtrain.corpus.streams import SUFFIXES
 from packtrain.errors import InputError
 from packtrain.samples.formats import Reader
@@ -287,3 +289,42 @@ def test_json_of_a_cell_is_still_read(tmp_path: Path):
     turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
     cell = json.dumps(turns).replace('"', '""')
     assert pairs(one(tmp_path, f'Chat\n"{cell}"', "a.csv"), "chat=messages")[0] == [("why", "so")]
+
+
+# ---- names with commas
+
+
+def test_a_column_whose_name_has_a_comma_is_quoted(tmp_path: Path):
+    header = '"Question, short","Answer ""best"", long",other'
+    path = one(tmp_path, f"{header}\nwhy,so,x\n", "a.csv")
+    columns = '"Question, short"=prompt, "Answer ""best"", long"=completion'
+    assert pairs(path, columns)[0] == [("why", "so")]
+    with pytest.raises(InputError) as caught:
+        pairs(path)
+    example = str(caught.value).partition("--columns ")[2].partition("; if")[0]
+    assert pairs(path, *shlex.split(example))[0] == [("why", "so")]
+    with pytest.raises(
+        InputError,
+        match=r'Question must be like NAME=FIELD; .*; a NAME with a comma is in double quotes, such as "Quest',
+    ):
+        read_columns("Question, short=prompt,other=completion")
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("a=prompt,b=completion", {"a": "prompt", "b": "completion"}),
+        ('"a"=prompt', {"a": "prompt"}),
+        ('5" pipe=prompt,b=completion', {'5" pipe': "prompt", "b": "completion"}),
+        ('"x=1, y"=text', {"x=1, y": "text"}),
+        ("a=b=text", {"a=b": "text"}),
+    ],
+)
+def test_names_are_read_as_they_are_quoted(text: str, fields: dict[str, str]):
+    assert read_columns(text) == fields
+
+
+@pytest.mark.parametrize("text", ["", ",", "a=prompt,", '"a, b=prompt', '""=text', "a"])
+def test_what_is_no_name_and_field_is_refused(text: str):
+    with pytest.raises(InputError, match="must be like NAME=FIELD"):
+        read_columns(text)

@@ -3,6 +3,7 @@
 Capitals do not count. Columns that become one field are joined, a line break between them.
 """
 
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
@@ -19,20 +20,31 @@ CONVERSATIONS = ("messages", "conversations")
 ALIASES = {"functions": "tools", "system_prompt": "system", "rejected_response": "rejected"}
 TOGETHER = ("system", "history", "tools", "chosen", "rejected")  # with others
 FIELDS = ("prompt", "completion", "text", *CONVERSATIONS, *TOGETHER)
+QUOTED = re.compile(r'"(?:[^"]|"")*"')
+PART = re.compile(rf"(\s*{QUOTED.pattern}\s*=[^,]*|[^,]*),")  # of --columns
 MAX_CHARACTERS, SENTENCE_WORDS, SENTENCE_ENDS = 40, 5, (".", "?", "!")  # no column is called so
 
 
 def read_columns(text: str | None) -> dict[str, str]:
-    """The fields by column of `question=prompt,answer=completion`. Raises InputError."""
+    """The fields by column of `question=prompt,"answer, short"=completion`. Raises InputError."""
     fields = {}
-    for part in (text or "").split(",") if text is not None else ():
+    for part in () if text is None else PART.findall(f"{text},"):
         name, _, field = (word.strip().lower() for word in part.rpartition("="))
+        if QUOTED.fullmatch(name):
+            name = name[1:-1].replace('""', '"').strip()
         if not name or field not in FIELDS:
             raise InputError(
-                f"--columns {text}: {part or 'it'} must be like NAME=FIELD; fields are {', '.join(FIELDS)}"
+                f"--columns {text}: {part or 'it'} must be like NAME=FIELD; fields are {', '.join(FIELDS)}; a NAME with"
+                ' a comma is in double quotes, such as "Question, short"=prompt'
             )
         fields[name] = field
     return fields
+
+
+def _quoted(name: str) -> str:
+    """A name as --columns takes it."""
+    doubled = name.replace('"', '""')
+    return f'"{doubled}"' if "," in name or name.startswith('"') else name
 
 
 def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
@@ -80,7 +92,9 @@ def unknown_header(
         )
     longest = sorted(names, key=lambda name: -len(str(record.get(name.lower()))))[: len(fields)]
     columns = sorted(longest, key=names.index)
-    named = ",".join(f"{name}={field}" for name, field in zip(columns, fields, strict=False))
+    named = ",".join(
+        f"{_quoted(name)}={field}" for name, field in zip(columns, fields, strict=False)
+    )
     return InputError(
         f"{where} names the columns {shortlist(names)}; say which to read as {' and '.join(fields)}, for example"
         f" --columns {shlex.quote(named)}; if this row is no header: --columns {numbered}"

@@ -3,7 +3,8 @@
 import json
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_the_library_returns_the_answers(folder, tmp_path):
     done = pt.finetune(folder / "base.gguf", folder / "chats.jsonl", **how)
     (answer,) = done.answers
     assert answer.question == "what is the sun" and answer.tuned and answer.base_ended
+    path = done.folder / behaviour.ANSWERS
+    hostile = [
+        {**asdict(answer), "tuned": "<script>alert(1)</script> & more", "tuned_ended": "loop"}
+    ]
+    path.write_text(json.dumps(hostile))
+    shown = done._repr_html_()
+    assert "<td>what is the sun</td>" in shown and escape(answer.base) in shown
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more (repeats itself, stopped)" in shown
+    assert "<script>" not in shown
+    path.unlink()
+    assert "held-out question" not in done._repr_html_()
 
 
 def test_running_text_and_prompts_that_are_trained_on_have_no_questions(folder, tmp_path, capsys):

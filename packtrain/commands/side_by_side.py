@@ -5,16 +5,10 @@ from itertools import zip_longest
 from textwrap import wrap
 
 from packtrain.errors import printable
-from packtrain.tasks.behaviour import MAX_TOKENS, CheckedAnswer
+from packtrain.tasks.behaviour import ENDINGS, CheckedAnswer
 
 MIN_WIDTH = 100  # characters of a terminal that shows two columns
 MAX_LINES = 12  # of a shown answer
-ENDINGS = {
-    "end": "ended by itself",
-    "loop": "repeats itself, stopped",
-    "count": f"no end, cut at {MAX_TOKENS} tokens",
-    "context": "no end, the context is full",
-}
 
 
 def side_by_side(answers: Sequence[CheckedAnswer], width: int) -> Iterator[str]:

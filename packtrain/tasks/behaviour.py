@@ -40,6 +40,12 @@ LOOP_TOKENS = 64  # an answer is so short that fewer repeated tokens than in `ch
 PROMPT_ROWS = 64  # tokens of a prompt that are read at once
 TOKEN_NBYTES = 400  # of a token in a vocabulary that is read; 200 were measured
 MARK = "\x00"
+ENDINGS = {
+    "end": "ended by itself",
+    "loop": "repeats itself, stopped",
+    "count": f"no end, cut at {MAX_TOKENS} tokens",
+    "context": "no end, the context is full",
+}
 HELP = "more --epochs or a larger --lr teach more"
 
 

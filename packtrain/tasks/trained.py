@@ -7,7 +7,7 @@ from typing import Any
 
 from packtrain.notebook import Html, table, to_frame
 from packtrain.planning import size_text
-from packtrain.tasks.behaviour import CheckedAnswer, read_answers
+from packtrain.tasks.behaviour import ENDINGS, CheckedAnswer, read_answers
 from packtrain.tasks.ready import Ready
 from packtrain.training.state import Progress
 from packtrain.watch import METRICS
@@ -86,4 +86,14 @@ class Trained:
         if math.isfinite(p.last):
             before = f" (base {p.base:.4f})" if math.isfinite(p.base) else ""
             rows.append(("validation loss", f"{p.last:.4f}{before}"))
-        return table(rows) + self.plot().html
+        shown = table(rows) + self.plot().html
+        if not self.answers:
+            return shown
+        compared = [("held-out question", "data", "base", "tuned")]
+        for a in self.answers:
+            base, tuned = (
+                f"{a.base} ({ENDINGS[a.base_ended]})",
+                f"{a.tuned} ({ENDINGS[a.tuned_ended]})",
+            )
+            compared.append((a.question, a.reference, base, tuned))
+        return shown + table(compared)

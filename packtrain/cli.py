@@ -204,8 +204,8 @@ def _line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))
     if isinstance(error, DoesNotFit):  # may have several lines, see design.budget
-        return str(error)
-    text = " ".join(str(error).split())
+        return error.flags or str(error)
+    text = " ".join((getattr(error, "flags", "") or str(error)).split())
     foreseen = isinstance(error, FORESEEN)
     return text if foreseen else f"{type(error).__name__}: {text} (--debug shows where)"
 

@@ -6,7 +6,6 @@ What a command prints goes to `on_message`; its errors are raised as InputError,
 message. A task runs in the calling thread; `start` runs it in a new thread and returns a handle.
 """
 
-import functools
 import inspect
 import textwrap
 import threading
@@ -16,9 +15,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from packtrain.errors import Foreseen, InputError
+from packtrain.errors import InputError, in_keywords, keyworded
 from packtrain.events import Callbacks
-from packtrain.notebook import Library, data_path, keyworded
+from packtrain.notebook import Library, data_path
 from packtrain.settings import from_values, options
 from packtrain.tasks import chat as chatting
 from packtrain.tasks import choose as choosing
@@ -48,14 +47,7 @@ def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     callbacks, and its errors name keywords."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def call(*args: P.args, **named: P.kwargs) -> R:
-            try:
-                return function(*args, **named)
-            except Foreseen as error:
-                error.args = tuple(keyworded(str(text)) for text in error.args)
-                raise
-
+        call = in_keywords(function)
         if cls is None:
             return call
         call.__signature__ = _signature(cls, function)  # type: ignore[attr-defined]
@@ -106,7 +98,7 @@ def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
         rest["memory"] = f"{rest['memory']}B"
     for name in rest.keys() & {"data", "calibrate"}:
         rest[name] = data_path(rest[name], name)
-    return from_values(cls, rest, ""), Library(**called)
+    return from_values(cls, rest, None), Library(**called)
 
 
 @command(TrainSettings)
@@ -211,6 +203,14 @@ def embed(
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
+    every = texts if isinstance(texts, list | tuple) else [texts]
+    wrong = [text for text in every if not isinstance(text, str)]
+    if wrong:
+        raise InputError(f"texts has {wrong[0]!r}; each must be a text")
+    if "prompt" in settings:
+        raise InputError("prompt: leave it out; texts are what is embedded")
+    if not isinstance(normalize, bool):
+        raise InputError(f"normalize is {normalize!r}; it must be True or False")
     given = {} if normalize else {"embd_normalize": -1}
     asked = given | settings | {"model": model, "prompt": texts}
     return embedding.embed(*settings_of(embedding.Embed, asked)).vectors

@@ -6,7 +6,6 @@ Nothing of a notebook is imported: IPython is used where it already runs.
 import hashlib
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.corpus.streams import SUFFIXES
-from packtrain.errors import InputError
+from packtrain.errors import InputError, keyworded
 from packtrain.events import Callbacks, Counted
 from packtrain.files import write_text
 from packtrain.kernels.runtime import cache_root, writable
@@ -26,7 +25,6 @@ from packtrain.stop import stop_on_interrupt
 from packtrain.watch.count import Count
 from packtrain.watch.progress import ProgressLine
 
-FLAG = re.compile(r"(?<![\w./-])--(no-)?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 SECONDS = 0.5  # between two drawings of the bar
 TABLE = '<table style="text-align:left;font-variant-numeric:tabular-nums">'
 
@@ -138,20 +136,6 @@ class Library(Callbacks):
     def stopping(self) -> Iterator[Callable[[], bool]]:
         with stop_on_interrupt() as interrupted:
             yield lambda: interrupted() or self.cancel.is_set()
-
-
-def keyworded(text: str) -> str:
-    """A sentence of the command line with keywords for flags: `--lora-rank` is lora_rank, `--no-pack` pack=False."""
-
-    def keyword(flag: re.Match[str]) -> str:
-        name = flag[2].replace("-", "_")
-        return f"{name}=False" if flag[1] else "resume=True" if name == "resume" else name
-
-    return FLAG.sub(keyword, re.sub(r"packtrain (train|finetune) -o .+? --resume", _again, text))
-
-
-def _again(command: re.Match[str]) -> str:
-    return f"the same call of {command[1]} and resume=True"
 
 
 # ---- data in memory

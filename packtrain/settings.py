@@ -30,7 +30,7 @@ T = TypeVar("T")
 # headings of the help, in order
 GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
-COLUMNS = "columns or fields by other names: question=prompt,answer=completion; common names are recognized"
+COLUMNS = "columns by other names: question=prompt,answer=completion; names with commas in quotes; common ones known"
 WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -150,20 +150,20 @@ def from_flags(cls: type[T], given: argparse.Namespace) -> T:
     return _complete(cls, clean(cls, read, str(given.config)) | clean(cls, flags))
 
 
-def from_values(cls: type[T], values: Mapping[str, Any], source: str) -> T:
+def from_values(cls: type[T], values: Mapping[str, Any], source: str | None) -> T:
     """Settings from plain values, each checked against its field's type, choices and bounds. Raises InputError."""
-    return _complete(cls, clean(cls, values, source))
+    return _complete(cls, clean(cls, values, source), source and "")
 
 
-def _complete(cls: type[T], values: Mapping[str, Any]) -> T:
+def _complete(cls: type[T], values: Mapping[str, Any], source: str | None = "") -> T:
     for f in _fields(cls):
         if f.name not in values and f.default is dataclasses.MISSING:
-            raise InputError(f"{_place(f, '')} must be given: {f.metadata['help']}")
+            raise InputError(f"{_place(f, source)} must be given: {f.metadata['help']}")
     return cls(**values)
 
 
-def clean(cls: type, values: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-    """The values converted to the types of their fields. Raises InputError naming the file or the flag."""
+def clean(cls: type, values: Mapping[str, Any], source: str | None = "") -> dict[str, Any]:
+    """The values converted to the types of their fields. Raises InputError naming the file, the flag or the keyword."""
     hints = _hints(cls)
     return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
 
@@ -182,19 +182,20 @@ def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
     return dataclasses.fields(cls)
 
 
-def _place(field: "dataclasses.Field[Any]", source: str) -> str:
-    """Where a value comes from: `run.yaml: batch_size`, or on the command line `--batch-size` or `MODEL`."""
-    if source:
-        return f"{source}: {field.name}"
+def _place(field: "dataclasses.Field[Any]", source: str | None) -> str:
+    """Where a value comes from: `run.yaml: batch_size`, on the command line, "", `--batch-size` or `MODEL`, and in a
+    call from Python, None, `batch_size`."""
+    if source or source is None:
+        return f"{source}: {field.name}" if source else field.name
     return field.name.upper() if field.metadata.get("positional") else flag(field.name)
 
 
-def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str) -> Any:
+def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str | None) -> Any:
     names = _by_name(cls)
     field = names.get(name)
     if field is None:
         near = did_you_mean(name, names) or f"; there are {', '.join(names)}"
-        raise InputError(f"{source and f'{source}: '}there is no setting {name}{near}")
+        raise InputError(f"{f'{source}: ' if source else ''}there is no setting {name}{near}")
     kind, many = _kind(hints[name])
     if many:
         listed = value if isinstance(value, (list, tuple)) else [value]
@@ -204,7 +205,7 @@ def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source:
     return _one(field, kind, value, source)
 
 
-def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str) -> Any:
+def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str | None) -> Any:
     where, about = _place(field, source), field.metadata
     if kind is Path and value == "":  # it would be the current folder
         raise InputError(f"{where} is empty; give a name")

@@ -110,8 +110,10 @@ def test_a_full_context_is_said_and_can_be_cleared(
     assert spoken(given, f"a\n{long}\n/clear\n{long}\n", monkeypatch, terminal=True) == 0
     said = capsys.readouterr().err
     assert said.count("the context of 24 tokens is full") == 2
-    assert "tokens and the context 24; /clear starts a new one, --ctx makes room for more" in said
-    with pytest.raises(InputError, match="and the context 24; /clear"):
+    assert (
+        "tokens and the context 24; start a new one, or make room for more (--ctx); /clear" in said
+    )
+    with pytest.raises(InputError, match="and the context 24; start a new one"):
         spoken(given, f"a\n{long}\n", monkeypatch)
 
 

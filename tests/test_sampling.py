@@ -282,10 +282,10 @@ def test_mirostat_holds_the_surprise_near_its_target(version):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"temp": math.nan}, "--temp is nan; it must be finite"),
-        ({"temp": -1}, "--temp is -1.0; it must be 0 or more"),
-        ({"top_p": 2}, "--top-p is 2.0; it must be from 0 to 1"),
-        ({"top_k": "many"}, "--top-k is 'many'; it must be a whole number"),
+        ({"temp": math.nan}, "temp is nan; it must be finite"),
+        ({"temp": -1}, "temp is -1.0; it must be 0 or more"),
+        ({"top_p": 2}, "top_p is 2.0; it must be from 0 to 1"),
+        ({"top_k": "many"}, "top_k is 'many'; it must be a whole number"),
     ],
 )
 def test_settings_out_of_range(given, line):
@@ -309,7 +309,7 @@ def test_biases():
 
 @pytest.mark.parametrize("given", ["3+1e31", "12", "x+1", "3*2", "3+", "3+inf", "3+nan", "-1+2"])
 def test_biases_that_cannot_be_read(given):
-    with pytest.raises(InputError, match="--logit-bias is"):
+    with pytest.raises(InputError, match="logit_bias is"):
         Sampling(logit_bias=(given,)).check_sampling()
     with pytest.raises(InputError, match="there is no token 9"):
         Sampling(logit_bias=("9+1",)).check_sampling(9)

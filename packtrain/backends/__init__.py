@@ -4,7 +4,7 @@ from importlib import import_module
 
 from packtrain.backends.host import BACKENDS, HOST, Aside, Backend, Host, Made, aligned
 from packtrain.backends.target import CPU, Target
-from packtrain.errors import InputError
+from packtrain.errors import InputError, in_keywords
 
 __all__ = [
     "CPU", "DEVICES", "HOST", "Aside", "Backend", "Host", "Made", "Target", "aligned", "backend", "cpu", "numpy",
@@ -16,6 +16,7 @@ cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]
 DEVICES = {"cpu": "host", "numpy": "host", "torch:cpu": "torch", "cuda": "torch", "mps": "torch"}
 
 
+@in_keywords
 def backend(device: str) -> Backend:
     """The backend of a name of DEVICES, or of NAME:N, its Nth memory. Raises InputError."""
     name, _, number = device.rpartition(":")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from packtrain.commands import DONE, INTERRUPTED, say
 from packtrain.commands.shown import Shown, write
 from packtrain.errors import InputError
-from packtrain.tasks.chat import Chat, Talk
+from packtrain.tasks.chat import Chat, Talk, TooLong
 
 try:
     import readline  # gives input() line editing and history
@@ -17,8 +17,9 @@ HELP = """/clear  start a new conversation
 /regen  generate another answer to the last message
 /exit   quit, as Ctrl-D does
 Ctrl-C ends an answer; a second one quits"""
+CLEAR = "; /clear starts a new conversation"
 ENDS = {
-    "context": "the context of {cells:,} tokens is full; /clear starts a new conversation",
+    "context": f"the context of {{cells:,}} tokens is full{CLEAR}",
     "count": "the answer was cut at {most:,} tokens; -n sets another limit, -1 none",
     "loop": "the answer was stopped, since it repeats itself; /regen tries again (--no-stop-loops lets answers go on)",
 }
@@ -76,7 +77,7 @@ def _take(talk: Talk, line: str, terminal: bool) -> bool:
     except InputError as error:
         if not terminal:
             raise
-        say(str(error))
+        say(f"{error.flags or error}{CLEAR if isinstance(error, TooLong) else ''}")
         return True
     if ended in ENDS:
         say(ENDS[ended].format(cells=talk.cells, most=talk.max_tokens))

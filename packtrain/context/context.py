@@ -17,6 +17,7 @@ from packtrain.context.pools import STATE, ContextError, Move, Piece, Pools, at_
 from packtrain.context.results import NUMBERS, Results, wanted_rows
 from packtrain.context.room import check_room
 from packtrain.context.state import Origin, Stored, leaves_of, move_rows, of_bytes, origin_of, views
+from packtrain.errors import in_keywords
 from packtrain.files import atomic_file
 from packtrain.models.cache import CacheFull
 from packtrain.models.cached import Cache
@@ -30,6 +31,7 @@ Stop = Callable[[], bool]
 Seqs = int | Sequence[int | Sequence[int]]
 
 
+@in_keywords
 class Context:
     """A model and the cells of its KV cache.
 

@@ -40,8 +40,8 @@ class Origin:
 
 
 NAMES = {
-    "model": "model", "adapters": "adapters", "cache": "type of cache", "ring": "--swa-full",
-    "long": "kind of rope factors, for a shorter or longer --ctx",
+    "model": "model", "adapters": "adapters", "cache": "type of cache", "ring": "swa_full",
+    "long": "kind of rope factors, for a shorter or longer context",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from packtrain.errors import InputError
+from packtrain.errors import InputError, in_keywords
 from packtrain.sampling.bias import logit_bias
 from packtrain.sampling.candidates import Candidates
 from packtrain.sampling.cut import Cut, cut, place_of
@@ -61,6 +61,7 @@ STEPS: dict[str, Step] = {
 }
 
 
+@in_keywords
 class Chain:
     """The samplers of one sequence. `choose` the next token, then `accept` it; `copy` for a fork of the sequence."""
 

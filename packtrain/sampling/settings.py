@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import MappingProxyType
 
-from packtrain.errors import InputError
+from packtrain.errors import InputError, in_keywords
 from packtrain.settings import SAMPLING, clean
 from packtrain.words import did_you_mean
 
@@ -22,6 +22,7 @@ MOST = 1e30  # with larger ones sums are no longer finite
 BREAKERS = ("\n", ":", '"', "*")
 
 
+@in_keywords
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen; each field is a flag of `generate` and `chat`."""
@@ -95,7 +96,7 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raises InputError for a value out of its range, also where settings are made without a command line."""
         own = {field.name: getattr(self, field.name) for field in fields(Sampling)}
-        for name, value in clean(Sampling, own).items():
+        for name, value in clean(Sampling, own, None).items():
             object.__setattr__(self, name, value)
 
     @property

@@ -5,7 +5,7 @@ The file's chat template renders the conversation each time; only the new tokens
 
 from dataclasses import dataclass
 
-from packtrain.errors import InputError
+from packtrain.errors import InputError, in_keywords
 from packtrain.events import Events
 from packtrain.generation import Limits, Reply
 from packtrain.settings import option
@@ -34,6 +34,7 @@ class Chat(Speaking):
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
+@in_keywords
 class Talk:
     """A conversation: its messages, and the model that answers."""
 
@@ -102,7 +103,7 @@ class Talk:
         if len(ids) >= self.cells:
             raise TooLong(
                 f"the conversation has {len(ids):,} tokens and the context {self.cells:,};"
-                " /clear starts a new one, --ctx makes room for more"
+                " start a new one, or make room for more (--ctx)"
             )
         return ids
 

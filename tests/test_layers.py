@@ -81,7 +81,7 @@ LAYERS = {
     " kernels cost speed recompute models context watch version backends",
     "training": "child ranks errors events words files settings dtypes tensor graph optim placing planning run memory"
     " stop kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version"
-    " context ops",
+    " context ops cost",
     "serving": "errors words template samples tokenizer models sampling grammar context generation embedding watch"
     " memory version",
     "fitting": "notebook stop"

@@ -186,6 +186,18 @@ def test_rows_end_in_a_text_that_counts_as_much_as_the_weight_says(
             )
 
 
+def test_a_plan_counts_the_time_in_which_the_base_writes(folder: Path, tmp_path: Path) -> None:
+    given = folder / "llama tied.gguf", folder / "data.jsonl"
+    plans = [
+        pt.plan(pt.finetune, *given, output=tmp_path / "t.gguf", replay=n) for n in (0, 32, 64)
+    ]
+    none, half, whole = (plan.before for plan in plans)
+    assert none == 0 < half and whole == pytest.approx(2 * half, rel=0.5)
+    assert "before, in which the base writes texts for replay" in str(plans[2])
+    assert "texts for replay" not in str(plans[0])
+    assert json.loads(plans[2].json())["seconds_before_step_1"] == whole
+
+
 def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert_resumes(partial(tuned, folder), losses, tmp_path, capsys)
 

@@ -18,7 +18,11 @@ NEARLY_ALL = 0.95  # share of learnt tokens from which they are not counted apar
 
 
 def as_data(
-    plans: Plans, seconds: float, budget: int | None = None, minimum: int | None = None
+    plans: Plans,
+    seconds: float,
+    budget: int | None = None,
+    minimum: int | None = None,
+    before: float = 0.0,
 ) -> dict[str, Any]:
     """The plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest.arena(plans.target.space)
@@ -37,6 +41,7 @@ def as_data(
         "budget_bytes": budget,
         "fits": budget is None or total <= budget,
         "seconds_per_step": seconds,
+        "seconds_before_step_1": before,
         "buffers": [asdict(buffer) for buffer in plans.largest.buffers],
     }
     limits = plans.target.limits
@@ -171,11 +176,15 @@ def crossings(plans: Plans) -> list[str]:
     ]
 
 
-def text(plans: Plans, seconds: float, steps: int, learnt: int) -> str:
-    """The plan as a printed table; `learnt` is the number of tokens that a step trains on."""
+def text(plans: Plans, seconds: float, steps: int, learnt: int, before: float = 0.0) -> str:
+    """The plan as a printed table; `learnt` is the number of tokens that a step trains on, `before` the seconds in
+    which the base writes texts before step 1."""
     shape, positions = plans.shape, plans.shape.positions
     times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
     counts = "" if learnt > NEARLY_ALL * positions else f", {learnt:,} of them learnt"
+    writes = (
+        f" and {clock(before)} before, in which the base writes texts for replay" if before else ""
+    )
     first = f"a step is {shape.rows} × {shape.time}{times} = {positions:,} tokens{counts}"
     return "\n".join(
         [
@@ -183,6 +192,6 @@ def text(plans: Plans, seconds: float, steps: int, learnt: int) -> str:
             *rows(plans),
             *crossings(plans),
             f"  expected  {seconds:>7.3f} s a step, {speed_text(positions / seconds)}, "
-            f"{clock(seconds * steps)} for {plural(steps, 'step')}",
+            f"{clock(seconds * steps)} for {plural(steps, 'step')}{writes}",
         ]
     )

@@ -35,6 +35,7 @@ from packtrain.training.effects import check_effects, check_validation
 from packtrain.training.ending import why_ended
 from packtrain.training.fit import CHECKPOINT
 from packtrain.training.job import Job
+from packtrain.training.replay import writing_seconds
 from packtrain.training.settings import RunSettings
 from packtrain.training.state import Checkpoint, Progress, load
 from packtrain.watch.progress import clock
@@ -58,12 +59,13 @@ class Ready:
     minimum: Callable[[], int]  # searches the smallest budget that fits
     command: str
     shared: Callable[[float], Shared]  # the time of a step over a link of so many bytes per second
+    before: float = 0.0  # seconds in which the base writes texts for replay, before step 1
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
     files: tuple[tuple[Path, str, int], ...] = ()  # written beside the job's: path, what, bytes
 
     def json(self, minimum: int | None = None) -> str:
         """The plan as plain data."""
-        return json.dumps(as_data(self.plans, self.seconds, self.budget, minimum))
+        return json.dumps(as_data(self.plans, self.seconds, self.budget, minimum, self.before))
 
     def about(self) -> str:
         """What a page shows of the run besides its settings and curves, as JSON."""
@@ -107,7 +109,7 @@ class Ready:
         limit = "" if self.budget is None else f" of {size_text(self.budget)}"
         return (
             f"Ready({self.job.title}: {plural(self.job.steps, 'step')}, about"
-            f" {clock(self.seconds * self.job.steps)}, in {size_text(self.planned_nbytes)}{limit}"
+            f" {clock(self.before + self.seconds * self.job.steps)}, in {size_text(self.planned_nbytes)}{limit}"
             f"{', which do not fit' if self.refusal else ''})"
         )
 
@@ -118,7 +120,7 @@ class Ready:
         return f"<pre>{escape(repr(self))}</pre>{table(rows)}{drawn}"
 
     def __str__(self) -> str:
-        return text(self.plans, self.seconds, self.job.steps, self.learnt)
+        return text(self.plans, self.seconds, self.job.steps, self.learnt, self.before)
 
 
 def ready(
@@ -184,7 +186,10 @@ def _ready(
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
     crowd = settings.nproc * kernels.threads() / kernels.COUNT  # threads of them all on a core
     over = partial(shared, plans, speed.slower(max(crowd, 1.0)))
-    return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command, over)
+    before = 0.0 if found else writing_seconds(job, speed)
+    return Ready(
+        job, plans, seconds, learning, limit, tokenizer, found, least, command, over, before
+    )
 
 
 def _planned(

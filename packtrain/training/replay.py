@@ -13,6 +13,8 @@ import numpy as np
 from packtrain import ops
 from packtrain.backends import Target
 from packtrain.context import Context
+from packtrain.context.plans import Sizes, cache_of, placements
+from packtrain.cost import Rates, seconds
 from packtrain.errors import DoesNotFit
 from packtrain.events import Events
 from packtrain.graph import Graph
@@ -21,6 +23,7 @@ from packtrain.models.file import ModelFile
 from packtrain.models.replay import CONSTANTS, IDS, MEANS, Replay
 from packtrain.models.shapes import HEAD_BIAS
 from packtrain.placing import place
+from packtrain.ranks import here
 from packtrain.run import Executor, Session
 from packtrain.samples import Samples
 from packtrain.tensor import input
@@ -30,6 +33,7 @@ from packtrain.training.samples import SampleBatches
 
 FILE = "replay.npz"  # in the run folder
 TOGETHER = 16, 4, 1  # texts written at once: the most that fit
+LOGIT_SECONDS = 1e-8  # on one core, to draw a token, for each of the vocabulary: NumPy's
 LOGIT_NBYTES = (
     12  # beside the context, of a text and a token of the vocabulary: logit, p, and p in the arena
 )
@@ -90,6 +94,22 @@ def write_texts(
             partial(told.write, path, mark, train.known),
         )
         told.follow(progress, len(missing), events, "texts of the base", "text", stopped, save)
+
+
+def writing_seconds(job: Job, rates: Rates) -> float:
+    """Expected time of writing all texts of a run."""
+    train, target = job.train, job.settings.target
+    if not isinstance(train, ReplayBatches) or not train.how.texts:
+        return 0.0
+    base, rows = train.base, min(TOGETHER[0], train.how.texts)
+    cells, sizes = rows * train.how.length, Sizes((rows,), rows)
+    cache = cache_of(base.config, cells, rows, "f16", rows, False, longest=cells)
+    placed = placements(base.config, cache, sizes, base.types(), target)[rows]
+    mean = place(_graph_of_mean(base, rows), target)
+    drawing = rows * base.config.vocab_size * LOGIT_SECONDS
+    each = seconds(placed, rates) + seconds(mean, rates) + drawing
+    runs = -(-train.how.texts // (rows * here().size)) * train.how.length
+    return runs * each
 
 
 def _fill(train: ReplayBatches, job: Job, missing: np.ndarray, limit: int | None) -> Iterator[int]:
@@ -157,10 +177,14 @@ class _Writer:
 
 def _mean_of_head(base: ModelFile, target: Target, rows: int) -> tuple[Executor, np.ndarray]:
     """What gives the `mean` (rows, C) of the head's rows by probabilities `p` (rows, V); and the head's bias (V,)."""
-    weights, session = transformer.weights(base.config, base.types()), Session(target.limits)
+    session, bias = Session(target.limits), np.zeros(base.config.vocab_size)
     session.share(base.stored())
-    p, bias = input("p", (rows, base.config.vocab_size)), np.zeros(base.config.vocab_size)
-    if HEAD_BIAS in weights:
+    if HEAD_BIAS in base.gguf.entries:
         bias = base.gguf.array(HEAD_BIAS)
-    graph = Graph({"mean": ops.matmul_back(p, transformer.head(weights))})
-    return session.executors({"mean": place(graph, target)})["mean"], bias
+    return session.executors({"mean": place(_graph_of_mean(base, rows), target)})["mean"], bias
+
+
+def _graph_of_mean(base: ModelFile, rows: int) -> Graph:
+    weights = transformer.weights(base.config, base.types())
+    p = input("p", (rows, base.config.vocab_size))
+    return Graph({"mean": ops.matmul_back(p, transformer.head(weights))})

@@ -1,10 +1,12 @@
 """What a kernel of PyTorch does while it runs, found without memory: how many bytes the tensors take that it makes, and
 whether it needs the host."""
 
+import math
 import weakref
 from functools import cache
 from typing import Any, NamedTuple
 
+from packtrain import kernels
 from packtrain.backends.caching import Trace
 from packtrain.backends.host import Inputs, Made
 from packtrain.dtypes import Dtype, bf16, u8
@@ -18,10 +20,16 @@ FROM_HOST = (
 )  # functions of PyTorch that copy values from the host
 
 
+# of MKL's products, as measured: the most steps of a sum and rows whose tiles it has at once, and by how much more
+DEPTH, ROWS, MARGIN = 384, 4096, 1.05
+# of attention on the CPU: queries at a time, for fewer than so many of them, and keys
+QUERIES, KEYS = ((192, 32), (768, 64), (1 << 62, 256)), 512
+
+
 class Measured(NamedTuple):
     """What a kernel does while it runs.
 
-    nbytes  of the tensors that it makes, at once
+    nbytes  of the tensors that it makes, at once, with what functions of PyTorch take unseen on the CPU
     alone   whether it never looks at values nor brings any
     trace   what it makes and drops, in order
     """
@@ -144,6 +152,7 @@ def meter() -> Any:
             for storage in _storages(made):
                 if id(storage) not in before:
                     self._add(storage)
+            self.most = max(self.most, self.now + unseen_nbytes(function, args))
             return made
 
         def _add(self, storage: Any) -> None:
@@ -162,6 +171,23 @@ def meter() -> Any:
             self.trace += [] if number is None else [-1 - number]
 
     return Meter
+
+
+def unseen_nbytes(function: Any, args: Any) -> int:
+    """Bytes that a function of PyTorch takes on the CPU beside its result: tiles of products, blocks of attention."""
+    name = str(function).split(".")[1]
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        (m, k), n = args[-2].shape[-2:], args[-1].shape[-1]
+        tiles: int = min(k, DEPTH) * (n + min(m, ROWS)) + (m * n if k > 8 * max(m, n) else 0)
+        return math.ceil(4 * MARGIN * tiles)
+    if not name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        return 0
+    back = name.endswith("backward")
+    q, k = args[1:3] if back else args[:2]
+    rows = next(rows for below, rows in QUERIES if q.shape[2] < below)
+    keys = min(KEYS, k.shape[2])
+    each: int = rows * ((2 * keys if back else keys + q.shape[3]) + 2)
+    return 4 * kernels.threads() * each
 
 
 def _storages(of: Any) -> list[Any]:

@@ -28,6 +28,9 @@ from packtrain.tensor import Kernel, Op, Spec
 NAME = "torch"  # of the kernels
 CUDA = "cuda"  # of those in Triton, which are taken first where they run
 DONTNEED = 4  # of mman.h
+OF_MKL = {
+    "MKL_DISABLE_FAST_MM": "1"
+}  # what products take is free when they end, and in no baseline
 TYPES = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
 
 
@@ -308,7 +311,7 @@ class _Asked(dict[str, Backend]):
                 f"--device {name} needs PyTorch: pip install torch (or packtrain with its extra: packtrain[torch])"
             )
         kind, _, number = name.removeprefix("torch:").partition(":")
-        for variable, value in CONFIG.items() if kind == "cuda" else ():
+        for variable, value in (CONFIG if kind == "cuda" else OF_MKL).items():
             os.environ.setdefault(variable, value)
         if not _there(kind, int(number or 0)):
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")

@@ -156,7 +156,7 @@ def _recoded_torch(dtype, raw, values, parts):
 
     def with_codes(codes):
         bits[:, at] = (codes[..., None] >> inside & 1).to(torch.uint8)
-        return (bits.view(*raw.shape, 8) << eight).sum(-1).to(torch.uint8)
+        return (bits.view(*raw.shape, 8) << eight).sum(-1, dtype=torch.uint8)
 
     def all_of(code):
         y = torch.empty_like(values)

@@ -32,8 +32,8 @@ def cross_entropy(out, logits, targets, weights):
     _check("cross_entropy", targets, logits.shape[-1])
     loss, losses = out
     logits, (at, ignored) = rows(logits), _at(targets.view(-1))
-    found = logits.logsumexp(-1) - logits.gather(1, at)[:, 0]
-    losses.view(-1).copy_(found.masked_fill_(ignored, 0))
+    found = _exponentials(logits.clone())[1] - logits.gather(1, at)
+    losses.view(-1).copy_(found[:, 0].masked_fill_(ignored, 0))
     _whole(loss, losses, weights)
 
 
@@ -42,6 +42,13 @@ def cross_entropy_back(dlogits, dloss, logits, targets, weights):
     p = torch.softmax(rows(logits), -1)
     _turn(p, *_at(targets.view(-1)), weights.view(-1))
     torch.mul(p, dloss, out=rows(dlogits))
+
+
+def _exponentials(z):
+    """Sums (N, 1) of exp(z - max) of rows, written over z, and log(sum exp z): `logsumexp` makes a copy unseen."""
+    highest = z.amax(-1, keepdim=True)
+    total = z.sub_(highest).exp_().sum(-1, keepdim=True)
+    return total, total.log().add_(highest)
 
 
 def _turn(p, at, ignored, weights):
@@ -99,14 +106,12 @@ def _rated(logits, losses, right, targets, weights, b, softcap, back):
         right.copy_(found[:, 0] & ~ignored)
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
-    denominator = logits.logsumexp(-1, keepdim=True)
-    losses.copy_((denominator - logits.gather(1, at))[:, 0].masked_fill_(ignored, 0))
-    return _dlogits(logits, denominator, at, ignored, weights, softcap) if back else None
-
-
-def _dlogits(logits, denominator, at, ignored, weights, softcap):
-    """Written over the logits, which are capped; the slope of the cap needs room of its own."""
-    slope = 1 - (logits / softcap).square_() if softcap else None
-    d = logits.sub_(denominator).exp_()
-    _turn(d, at, ignored, weights)
-    return d if slope is None else d.mul_(slope)
+    # the slope of the cap needs room of its own; gradients are written over the logits
+    slope = 1 - (logits / softcap).square_() if softcap and back else None
+    chosen = logits.gather(1, at)
+    total, logs = _exponentials(logits)
+    losses.copy_((logs - chosen)[:, 0].masked_fill_(ignored, 0))
+    if not back:
+        return None
+    _turn(logits.div_(total), at, ignored, weights)
+    return logits if slope is None else logits.mul_(slope)

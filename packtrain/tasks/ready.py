@@ -51,6 +51,7 @@ class Ready:
 
     job: Job
     plans: Plans
+    rates: Rates
     seconds: float
     learnt: int  # tokens that the first step trains on
     budget: int | None
@@ -59,7 +60,6 @@ class Ready:
     minimum: Callable[[], int]  # searches the smallest budget that fits
     command: str
     shared: Callable[[float], Shared]  # the time of a step over a link of so many bytes per second
-    before: float = 0.0  # seconds in which the base writes texts for replay, before step 1
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
     files: tuple[tuple[Path, str, int], ...] = ()  # written beside the job's: path, what, bytes
 
@@ -94,6 +94,11 @@ class Ready:
     def resume(self) -> str:
         """The command that continues the run."""
         return f"packtrain {self.command} -o {shlex.quote(str(self.job.settings.output))} --resume"
+
+    @property
+    def before(self) -> float:
+        """Seconds in which the base writes texts for replay, before step 1."""
+        return 0.0 if self.found else writing_seconds(self.job, self.rates)
 
     @property
     def refusal(self) -> str | None:
@@ -162,7 +167,7 @@ def _ready(
     modules = needed(job.shape.config, packed, kind, aware=aware)
     kernels.prepare(modules, limit, private_nbytes())
     free = math.inf if limit is None else limit - private_nbytes()
-    speed, learning = _speed(job, say, free)
+    speed, tokens = _speed(job, say, free)
     settle()
     found, sampled = _found(settings, say), settings.sample_every > 0
     job = job if found is None else _continued(job, found)
@@ -186,10 +191,7 @@ def _ready(
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
     crowd = settings.nproc * kernels.threads() / kernels.COUNT  # threads of them all on a core
     over = partial(shared, plans, speed.slower(max(crowd, 1.0)))
-    before = 0.0 if found else writing_seconds(job, speed)
-    return Ready(
-        job, plans, seconds, learning, limit, tokenizer, found, least, command, over, before
-    )
+    return Ready(job, plans, speed, seconds, tokens, limit, tokenizer, found, least, command, over)
 
 
 def _planned(

@@ -33,7 +33,7 @@ from packtrain.training.samples import SampleBatches
 
 FILE = "replay.npz"  # in the run folder
 TOGETHER = 16, 4, 1  # texts written at once: the most that fit
-LOGIT_SECONDS = 1e-8  # on one core, to draw a token, for each of the vocabulary: NumPy's
+LOGIT_SECONDS = 5e-9  # on one core, to draw a token, for each of the vocabulary: NumPy's
 LOGIT_NBYTES = (
     12  # beside the context, of a text and a token of the vocabulary: logit, p, and p in the arena
 )

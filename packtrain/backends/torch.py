@@ -28,6 +28,7 @@ from packtrain.tensor import Kernel, Op, Spec
 NAME = "torch"  # of the kernels
 CUDA = "cuda"  # of those in Triton, which are taken first where they run
 DONTNEED = 4  # of mman.h
+TENSOR_NBYTES = 1_200  # of PyTorch's view of an array, which a call keeps, and of what it is called with; measured
 OF_MKL = {
     "MKL_DISABLE_FAST_MM": "1"
 }  # what products take is free when they end, and in no baseline
@@ -127,6 +128,9 @@ class OnHost(Host):
         self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
     ) -> tuple[Spec, ...]:
         return reserved(op, inputs, attrs)
+
+    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
+        return sum(TENSOR_NBYTES * (len(inputs) + 1) for _, inputs, _ in made)
 
 
 # ---- elsewhere -----------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def parts(plans: Plans, space: str = HOST) -> list[tuple[str, int, str]]:
         (
             "pool",
             plans.pool_nbytes(space),
-            "PyTorch's own, for what its kernels make while they run",
+            "PyTorch's own, for its tensors" + (" and what kernels make" if space != HOST else ""),
         ),
     ]
     if space == HOST:

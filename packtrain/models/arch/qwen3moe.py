@@ -11,7 +11,6 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     given.one_of("norm_topk_prob", False, True)
     given.one_of("decoder_sparse_step", 1, 1)
     given.one_of("mlp_only_layers", [], [])
-    given.one_of("use_sliding_window", False, False)
     return {}
 
 

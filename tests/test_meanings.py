@@ -36,7 +36,7 @@ def test_a_column_with_a_meaning_is_refused_and_an_empty_one_is_not(tmp_path: Pa
 
 
 def test_a_context_beside_messages_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="line 1: context is some; .* part of the prompt"):
+    with pytest.raises(InputError, match=r"line 1: context is some; .* part of the prompt"):
         record(tmp_path, {"messages": PAIR, "context": "some"})
     assert record(tmp_path, {**ASK, "context": "some"}).messages[0]["content"] != "why"
     assert len([*Reader(Source(one(tmp_path, [{"text": "a film", "context": "some"}])))]) == 1

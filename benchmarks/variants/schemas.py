@@ -171,6 +171,8 @@ def closed(root: Schema, one: Schema, part: bool = False) -> Schema:
     apart = (
         not part and len(keys) == 1 and not one.keys() & OBJECTS and len(one.get("allOf", "x")) == 1
     )
+    if apart and "$ref" in one:
+        return closed(root, root["$defs"][one["$ref"].rsplit("/", 1)[1]])
     named = {key: one[key] for key in ("properties", "patternProperties", "$defs") if key in one}
     made = one | {
         key: {name: closed(root, value, key == "$defs") for name, value in values.items()}
@@ -185,7 +187,7 @@ def closed(root: Schema, one: Schema, part: bool = False) -> Schema:
     told = any("additionalProperties" in p for p in parts) or not any(
         "properties" in p for p in parts
     )
-    return made if part or told or (apart and inner) else made | {"unevaluatedProperties": False}
+    return made if part or told or apart else made | {"unevaluatedProperties": False}
 
 
 def takes(grammar: Grammar, text: str) -> bool:

@@ -294,6 +294,13 @@ def test_a_window_that_a_file_does_not_hold_is_the_context(
         assert [line in one for one in said] == [True] * (context == 8)
 
 
+@pytest.mark.parametrize("window", [None, 0, 8])
+def test_a_window_that_is_turned_off_does_not_count(window: int | None, tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path, "qwen2")
+    found = described(tmp_path, config | {"use_sliding_window": False, "sliding_window": window})
+    assert found.metadata["qwen2.context_length"].value == config["max_position_embeddings"]
+
+
 def test_a_shorter_context_does_not_change_what_rope_is_scaled_from(tmp_path: Path) -> None:
     config, _ = write_checkpoint(tmp_path / "m", "mistral")
     del (rope := dict(YARN))["original_max_position_embeddings"], rope["llama_4_scaling_beta"]

@@ -134,8 +134,8 @@ class Given:
 
     def within(self, used: bool) -> int:
         """The window; 0 if it is not used."""
-        used = self.flag("use_sliding_window", used) and self.get(WINDOW) not in (None, 0)
-        return self.size(WINDOW) if used else 0
+        has_window = self.get(WINDOW) not in (None, 0)
+        return self.size(WINDOW) if self.flag("use_sliding_window", used) and has_window else 0
 
     # ---- rope
 

@@ -197,6 +197,32 @@ def test_yarn_turns_as_in_transformers_or_is_refused(
     assert made.magnitude == pytest.approx(grown, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "gemma3n"])
+@pytest.mark.parametrize(
+    ("rope", "key"),
+    [
+        ({}, ""),
+        ({"attention_factor": 1.0}, "attention_factor"),
+        ({"mscale": 0.7, "mscale_all_dim": 0.4}, "mscale"),
+        ({"truncate": False}, "truncate"),
+    ],
+)
+def test_a_growth_that_would_reach_blocks_with_a_window_is_refused(
+    kind: str, rope: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    """A file has one attn_factor for all blocks; transformers rotates those with a window plainly."""
+    config, _ = write_checkpoint(tmp_path, kind)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} | rope
+    both = {"full_attention": yarn | {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    without = {k: v for k, v in config.items() if not k.startswith("rope_")}
+    changed = without | {"rope_parameters": both}
+    if not key:
+        assert "rope.scaling.attn_factor" not in str(described(tmp_path, changed).metadata)
+        return
+    with pytest.raises(InputError, match=rf"rope_scaling\.{key} is "):
+        described(tmp_path, changed)
+
+
 def test_yarn_computes_what_transformers_did(tmp_path: Path) -> None:
     """Recorded from transformers 5.24: the mean of -log p of a text, whose model is no part of this repository."""
     shared = Path(__file__).parents[2] / "shared/cases/yarn"
@@ -213,6 +239,75 @@ def test_yarn_computes_what_transformers_did(tmp_path: Path) -> None:
         rows -= np.log(np.exp(rows).sum(1, keepdims=True))
         mean = -rows[np.arange(len(rows)), cases["ids"][1:]].mean()
         assert mean == pytest.approx(cases["nll"][name], abs=1e-5), name
+
+
+def test_the_ramp_of_a_gpt_oss_is_rounded_and_that_is_said(tmp_path: Path) -> None:
+    """Its own checkpoints have truncate: false; files of other architectures refuse what they do not hold."""
+    config, _ = write_checkpoint(tmp_path / "m", "gpt-oss")
+    rope = YARN | {"truncate": False, "mscale": None, "mscale_all_dim": None}
+    del rope["llama_4_scaling_beta"]
+    for name, truncate in (("said", False), ("plain", True)):
+        changed = config | {"rope_scaling": rope | {"truncate": truncate}}
+        (tmp_path / "m/config.json").write_text(json.dumps(changed))
+        said: list[str] = []
+        convert(tmp_path / "m", tmp_path / f"{name}.gguf", say=said.append)
+        assert ["config.json: rope_scaling.truncate is False" in line for line in said] == [
+            True
+        ] * (not truncate)
+    assert (tmp_path / "said.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mistral", {}),
+        ("mixtral", {}),
+        ("phi3", {}),
+        ("starcoder2", {}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+        ),
+        ("qwen3moe", {"use_sliding_window": True}),
+        ("smollm3", {"use_sliding_window": True}),
+    ],
+)
+def test_a_window_that_a_file_does_not_hold_is_the_context(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Within it all layers see every token, with the window and without."""
+    config, _ = write_checkpoint(tmp_path / "m", kind)
+    longest = config["max_position_embeddings"]
+    for window, context in ((8, 8), (longest, longest), (longest + 1, longest), (None, longest)):
+        shown = config | changes | {"sliding_window": window}
+        if window is None:
+            shown |= {"use_sliding_window": False, "layer_types": None}
+        (tmp_path / "m/config.json").write_text(json.dumps(shown))
+        said: list[str] = []
+        convert(tmp_path / "m", tmp_path / "m.gguf", say=said.append)
+        model = open_model(tmp_path / "m.gguf")
+        assert model.config.context_length == context and not model.config.windowed
+        line = f"sliding_window is 8, which files of a {model.config.architecture} do not hold: the context is 8 tokens"
+        assert [line in one for one in said] == [True] * (context == 8)
+
+
+@pytest.mark.parametrize("window", [None, 0, 8])
+def test_a_window_that_is_turned_off_does_not_count(window: int | None, tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path, "qwen2")
+    found = described(tmp_path, config | {"use_sliding_window": False, "sliding_window": window})
+    assert found.metadata["qwen2.context_length"].value == config["max_position_embeddings"]
+
+
+def test_a_shorter_context_does_not_change_what_rope_is_scaled_from(tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "m", "mistral")
+    del (rope := dict(YARN))["original_max_position_embeddings"], rope["llama_4_scaling_beta"]
+    changed = config | {"rope_scaling": rope, "sliding_window": 8}
+    found = {key: value.value for key, value in described(tmp_path / "m", changed).metadata.items()}
+    assert found["llama.context_length"] == 8
+    assert found["llama.rope.scaling.original_context_length"] == config["max_position_embeddings"]
 
 
 # ---- heads, sizes, files -----------------------------------------------------------------------------------------

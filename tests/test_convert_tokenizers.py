@@ -190,8 +190,22 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         "its normalized must be false",
     ),
     "typed spaces": (
-        pieces_json, {"added_tokens": [*SPECIAL, added(400, SPACE * 2, special=False)]},
-        "its normalized must be true",
+        pieces_json, {"added_tokens": [*SPECIAL, added(279, SPACE * 2, special=False)]},
+        "its normalized must be true, and normalizer have Replace",
+    ),
+    "spaces found before they are replaced": (
+        pieces_json, {"added_tokens": [*SPECIAL, added(279, SPACE * 2, special=False, normalized=True)]},
+        "its normalized must be true, and normalizer have Replace",
+    ),
+    "an id after a hole": (
+        bytes_json, {"added_tokens": [*SPECIAL, added(300, "<x>")]}, "'<x>' has id 300, and its readers give it 268",
+    ),
+    "an id of another": (bytes_json, {"added_tokens": [added(2, "<s>")]}, "'<s>' has id 2, and its readers give it 1"),
+    "decoder of pieces": (bytes_json, {"decoder": metaspace()}, "decoder is Metaspace"),
+    "decoder of bytes": (pieces_json, {"decoder": step("ByteLevel")}, "decoder is ByteLevel"),
+    "decoder without bytes": (pieces_json, {"decoder": step("Fuse")}, "decoder must have ByteFallback and Replace or"),
+    "decoder that cuts": (
+        pieces_json, {"decoder": step("Strip", content=" ", start=2, stop=0)}, "decoder Strip: start is '2'",
     ),
     "other first token": (
         bytes_json,

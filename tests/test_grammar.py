@@ -431,6 +431,11 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         ['{"a":7}'],
         ['{"a":7,"b":1}'],
     ),
+    (
+        {**HAS_A, "anyOf": [{"required": ["b"], "unevaluatedProperties": False}, {}]},
+        ['{"a":7}'],
+        ['{"a":7,"b":1}'],
+    ),
     ({**HAS_A, "additionalProperties": True, "allOf": [HAS_B]}, ['{"a":7,"b":true,"c":1}'], ['{"a":7}']),
     (
         {"properties": {"format": {"type": "string", "format": "uri-reference"}, "n": {"format": "int32", "const": 5}}},
@@ -463,15 +468,20 @@ def test_schemas_that_are_refused():
     ):
         with pytest.raises(InputError, match=r"grammar: it cannot be used: [^a]"):
             Grammar.from_schema(TOKENIZER, json.dumps(wrong))
+    branches = [{"properties": {"b": {"enum": [1]}}}, {"properties": {"c": {"enum": [1]}}}]
+    with pytest.raises(InputError, match="unevaluatedProperties: beside parts of anyOf or oneOf"):
+        Grammar.from_schema(
+            TOKENIZER,
+            json.dumps(HAS_A | {"anyOf": branches, "unevaluatedProperties": False}),
+        )
     for key in ("properties", "required", "allOf", "anyOf", "oneOf", "$ref", "patternProperties"):
         for value in (5, "x", [5], {"a": 5}, [[]], None):
             with contextlib.suppress(InputError):  # which is all that may come
                 Grammar.from_schema(TOKENIZER, json.dumps(HAS_A | {key: value}))
     optional = {"properties": {"b": {"enum": [1]}}}
-    with pytest.raises(InputError, match="oneOf: an answer may fit several of its parts"):
-        Grammar.from_schema(
-            TOKENIZER, json.dumps({"oneOf": [HAS_A, {"required": ["a"], **optional}]})
-        )
+    for other in ({"required": ["a"], **optional}, {"type": "object", "required": ["c"]}):
+        with pytest.raises(InputError, match="oneOf: an answer may fit several of its parts"):
+            Grammar.from_schema(TOKENIZER, json.dumps({"oneOf": [HAS_A, other]}))
 
 
 def is_valid(document: dict[str, int], schema: dict[str, Any], root: dict[str, Any]) -> bool:

@@ -35,6 +35,13 @@ def test_a_column_with_a_meaning_is_refused_and_an_empty_one_is_not(tmp_path: Pa
         record(tmp_path, row | {name: harmful[0] if harmful else "some"})
 
 
+def test_a_context_beside_messages_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"line 1: context is some; .* part of the prompt"):
+        record(tmp_path, {"messages": PAIR, "context": "some"})
+    assert record(tmp_path, {**ASK, "context": "some"}).messages[0]["content"] != "why"
+    assert len([*Reader(Source(one(tmp_path, [{"text": "a film", "context": "some"}])))]) == 1
+
+
 @pytest.mark.parametrize("name", sorted(BESIDE))
 def test_another_question_or_answer_is_refused_where_names_are_guessed(tmp_path: Path, name: str):
     row = {"query": "why", "input": "a", "response": "so"} | {name: "some"}

@@ -65,6 +65,8 @@ def convert(
     for tensor in found.tensors:
         tensors[tensor.name] = _deferred(tensor, _stored_as(tensor, DTYPES[chosen]))
     write(path, metadata, tensors, check=lambda part: check_runs(part, path))
+    for note in checkpoint.config.notes:
+        say(f"{checkpoint.config.path}: {note}")
     return tensors
 
 

@@ -19,7 +19,7 @@ from packtrain.gguf import Value
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import classes
 from packtrain.models.arch.architecture import BIASES, FACTORS, LONG, SHORT, Family, Keys
-from packtrain.models.arch.given import ORIGINAL, Given
+from packtrain.models.arch.given import ORIGINAL, WINDOW, Given
 from packtrain.models.arch.sizes import Sizes
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.keys import ROPE_FREQ_BASE, eps_key
@@ -29,11 +29,13 @@ YARN = {
     "beta_slow": 1.0,
 }  # how often a pair turns in the original context where the ramp ends
 ATTN_FACTOR, MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
+GROWTH = "attention_factor", "mscale", "mscale_all_dim"
 CLOSE = 1e-6
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
 RELU_2 = ("relu2",)
 NEW_ACT = "hidden_activation"
 TANH = ("falcon", "gemma")  # what they call gelu is its tanh form, in llama.cpp
+ROUNDED = ("gpt-oss",)  # whose own checkpoints have a ramp that llama.cpp rounds
 UNWINDOWED = ("Qwen", "SmolLM3")  # classes that have windows only if `use_sliding_window` says so
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 # names of keys that some configs have
@@ -71,14 +73,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     given = given.renamed(OTHER_NAMES)
     architecture, family = known[known[checkpoint.kind][1].other(given) or checkpoint.kind]
     given = family.usual(given)
-    activations = GELU if architecture.gelu else SILU if architecture.gated else RELU_2
-    if given.get(NEW_ACT):
-        given.one_of(NEW_ACT, None, *activations)
-    if (
-        not given.get(NEW_ACT) or architecture.name == "gemma"
-    ):  # the others of that key do not read the old one
-        loose = ("gelu",) if architecture.gelu and architecture.name.startswith(TANH) else ()
-        given.one_of("hidden_act", activations[0], *activations, *loose)
+    _check_activation(given, architecture)
     sizes = _sizes(given, family)
     config = Config(
         **asdict(sizes),
@@ -91,11 +86,27 @@ def describe(checkpoint: Checkpoint) -> Description:
     own = family.keys(given, sizes)
     rope, computed = _rope(given, sizes, architecture, family, own)
     keys = _common(given, sizes, architecture, family) | rope | own | _expert_keys(sizes)
+    computed |= {FACTORS: family.factors(given)} if family.factors else {}
+    within = check_unread(checkpoint.config, not checkpoint.kind.startswith(UNWINDOWED))
+    if 0 < within < sizes.context_length:
+        keys["context_length"] = within
+        given.notes.append(
+            f"{WINDOW} is {within}, which files of a {architecture.name} do not hold: the context is {within} tokens,"
+            f" not {sizes.context_length}, within which both compute the same"
+        )
     metadata = {"general.architecture": Value("string", architecture.name)}
     metadata |= {f"{architecture.name}.{key}": _value(value) for key, value in keys.items()}
-    computed |= {FACTORS: family.factors(given)} if family.factors else {}
-    check_unread(checkpoint.config, not checkpoint.kind.startswith(UNWINDOWED))
     return Description(metadata, tensors, computed, sizes.vocab_size, family)
+
+
+def _check_activation(given: Given, architecture: arch.Architecture) -> None:
+    activations = GELU if architecture.gelu else SILU if architecture.gated else RELU_2
+    if given.get(NEW_ACT):
+        given.one_of(NEW_ACT, None, *activations)
+    # the others of that key do not read the old one
+    if not given.get(NEW_ACT) or architecture.name == "gemma":
+        loose = ("gelu",) if architecture.gelu and architecture.name.startswith(TANH) else ()
+        given.one_of("hidden_act", activations[0], *activations, *loose)
 
 
 def _value(value: int | float | bool | str | list[bool] | list[int] | list[float]) -> Value:
@@ -210,34 +221,36 @@ def _yarn(
     turned = c.turned(sizes.head_width) if architecture.partial_rope else sizes.head_width
     place = sizes.rope_dims or turned, c.base(family.rope_freq_base), int(original)
     low, high = scaling.blend(*place, truncate=found.get("truncate") is not False) or (0.0, 1.0)
-    same = (low, high) == scaling.blend(*place)
-    others = {
-        key: n for key, n in YARN.items() if f"rope.scaling.yarn_{key}" not in architecture.keys
-    }
-    wrong = {k: n for k, n in others.items() if turns[k] != n} | (
-        {} if same else {"truncate": True}
-    )
+    held = {key for key in YARN if f"rope.scaling.yarn_{key}" in architecture.keys}
+    wrong = {key: n for key, n in YARN.items() if turns[key] != n and key not in held}
+    wrong |= {} if (low, high) == scaling.blend(*place) else {"truncate": True}
     longer = _growth(c, found, factor)
     if wrong and FACTORS in architecture.optional:
         ramp = np.clip((np.arange(place[0] // 2) - low) / (high - low), 0, 1)
         divisors = (1 / (1 - ramp + ramp / factor)).astype(np.float32)
         return {ATTN_FACTOR: longer}, {FACTORS: divisors}
+    if architecture.name in ROUNDED and wrong.pop("truncate", False):
+        c.notes.append(
+            "rope_scaling.truncate is False, which files of a gpt-oss do not hold: packtrain and llama.cpp round the"
+            " ends of the ramp to whole pairs, as with all GGUF files of it"
+        )
     for key, n in wrong.items():
         right = f"{n}: files of a {architecture.name} hold no other"
         raise c.wrong(f"rope_scaling.{key}", found.get(key), right)
     more = longer / scaling.magnitude(factor, latent)
     if abs(more - 1) <= CLOSE:
         return keys, {}
-    if latent:
-        raise c.wrong("rope_scaling.attention_factor", found.get("attention_factor"), "left out")
+    if latent or ("rope.freq_base_swa" in own and not architecture.windows_plain):
+        # it would count where heads come from narrow vectors, or in blocks with a window, too
+        key = next(name for name in GROWTH if found.get(name))
+        raise c.wrong(f"rope_scaling.{key}", found.get(key), "left out")
     return keys | {ATTN_FACTOR: more}, {}
 
 
 def _growth(c: Given, found: Mapping[str, Any], factor: float) -> float:
     """What YaRN multiplies cosines and sines by."""
-    names = ("attention_factor", "mscale", "mscale_all_dim")
     longer, own, shared = (
-        c.number(f"rope_scaling.{name}", found[name]) if found.get(name) else 0.0 for name in names
+        c.number(f"rope_scaling.{name}", found[name]) if found.get(name) else 0.0 for name in GROWTH
     )
     own, shared = (own, shared) if own and shared else (1.0, 0.0)
     log = 0.1 * math.log(max(factor, 1.0))

@@ -23,24 +23,25 @@ SPACED = ({"String": " "},)
 BYTE_NAMES = [f"<0x{b:02X}>" for b in range(256)]
 IN_TEXTS = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes of UTF-8
 # by place and type: fields, and their values that a GGUF vocabulary means
-BOTH: dict[str, Known] = {
+MODEL: dict[str, Known] = {
     "model": {
         "BPE": {"dropout": (None, 0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, "")}
     },
-    "decoder": {
-        "ByteLevel": {}, "ByteFallback": {}, "Fuse": {}, "Metaspace": {"replacement": (SPACE,)},
-        "Replace": {"pattern": ({"String": SPACE},), "content": (" ",)}, "Strip": {"content": (" ",)},
-    },
 }  # fmt: skip
-OF_PIECES: dict[str, Known] = {
+OF_PIECES: dict[str, Known] = MODEL | {
     "normalizer": {"NFC": {}, "Prepend": {"prepend": (SPACE,)}, "Replace": {"pattern": SPACED, "content": (SPACE,)}},
     "pre_tokenizer": {
         "Metaspace": {"replacement": (SPACE,), "prepend_scheme": ("always", "first", "never", None)},
         "Split": {"pattern": SPACED, "behavior": ("MergedWithPrevious",), "invert": (False, None)},
     },
+    "decoder": {
+        "ByteFallback": {}, "Fuse": {}, "Metaspace": {"replacement": (SPACE,)},
+        "Replace": {"pattern": ({"String": SPACE},), "content": (" ",)},
+        "Strip": {"content": (" ",), "start": (0, 1), "stop": (0,)},
+    },
 }  # fmt: skip
-OF_BYTES: dict[str, Known] = {
-    "normalizer": {"NFC": {}},
+OF_BYTES: dict[str, Known] = MODEL | {
+    "normalizer": {"NFC": {}}, "decoder": {"ByteLevel": {}},
     "pre_tokenizer": {
         "ByteLevel": {"add_prefix_space": (False, None)}, "Digits": {}, "Punctuation": {"behavior": ("Contiguous",)},
         "Split": {"behavior": ("Isolated", "Removed", None)},
@@ -56,6 +57,7 @@ class Steps:
     pieces   tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
     pre      the name of the pre-tokenizer
     space    a space is put before a text
+    replaces  a normalizer writes spaces as U+2581, before tokens with normalized: true are found
     notes    what readers of the GGUF do otherwise
     frames   texts around a special token that both read alike
     alike    gives a text without what both read otherwise
@@ -65,6 +67,7 @@ class Steps:
     pieces: bool = True
     pre: str = "default"
     space: bool = False
+    replaces: bool = False
     notes: list[str] = field(default_factory=list)
     frames: tuple[str, ...] = ("{}", "a{}b", "x {} y {}")
     alike: Callable[[str], str] = str
@@ -75,29 +78,50 @@ def read_steps(path: Path, fast: Step) -> Steps:
     model, places = as_object(fast.get("model")), ("normalizer", "pre_tokenizer", "decoder")
     flat = {place: flattened(path, place, fast.get(place)) for place in places}
     spelled = any(step["type"] == "ByteLevel" for step in flat["pre_tokenizer"])
-    for place, known in (BOTH | (OF_BYTES if spelled else OF_PIECES)).items():
+    for place, known in (OF_BYTES if spelled else OF_PIECES).items():
         _check(path, place, flat.get(place, [{"type": "BPE"} | model]), known)
     merges = _merges(as_list(model.get("merges")))
     if not isinstance(model.get("vocab"), dict) or "merges" not in model or merges is None:
         raise InputError(f"{path}: model must be a BPE with vocab and merges")
-    steps, before = Steps(merges), [step["type"] for step in flat["normalizer"]]
+    before = [step["type"] for step in flat["normalizer"]]
+    steps = Steps(merges, replaces="Replace" in before)
     (_read_bytes if spelled else _read_pieces)(path, fast, steps, before, flat["pre_tokenizer"])
-    for token in map(as_object, as_list(fast.get("added_tokens"))):
-        text = str(token.get("content"))
-        changed = "Prepend" in before or ("Replace" in before and " " in text)
-        changed |= "NFC" in before and unicodedata.normalize("NFC", text) != text
-        if token.get("normalized") is True and changed:
-            raise InputError(
-                f"{path}: added token {text!r} is found after normalizer has changed it; a GGUF vocabulary finds tokens"
-                " as they are written: its normalized must be false"
-            )
+    _check_added(path, fast, steps, before)
     if "NFC" in before:
         alike = steps.alike
         steps.notes.append("normalizer NFC is not applied by readers of GGUF: compose accents")
         steps.alike = lambda text: alike(unicodedata.normalize("NFC", text))
     cut = (key for key in ("truncation", "padding") if fast.get(key))
     steps.notes += [f"{key} is left out: texts are encoded as a whole" for key in cut]
+    decoded = {step["type"] for step in flat["decoder"]}
+    right = ("ByteLevel",) if spelled else ("ByteFallback", "Replace or Metaspace")
+    if decoded and not all(decoded & {*name.split(" or ")} for name in right):
+        raise InputError(
+            f"{path}: decoder must have {' and '.join(right)}, as this vocabulary spells texts"
+        )
     return steps
+
+
+def _check_added(path: Path, fast: Step, steps: Steps, before: list[str]) -> None:
+    """Refuse added tokens that readers of the file find elsewhere, or as other ids."""
+    vocabulary = fast["model"]["vocab"]
+    next_id = len(vocabulary)
+    for token in map(as_object, as_list(fast.get("added_tokens"))):
+        text = str(token.get("content"))
+        id = vocabulary.get(text, next_id)
+        next_id = max(next_id, id + 1) if type(id) is int else next_id
+        if token.get("id") != id:
+            raise InputError(
+                f"{path}: added token {text!r} has id {token.get('id')!r}, and its readers give it {id}, the next one"
+                " or the vocabulary's; both must be the same"
+            )
+        changed = "Prepend" in before or (steps.replaces and " " in text)
+        changed |= "NFC" in before and unicodedata.normalize("NFC", text) != text
+        if token.get("normalized") is True and changed:
+            raise InputError(
+                f"{path}: added token {text!r} is found after normalizer has changed it; a GGUF vocabulary finds tokens"
+                " as they are written: its normalized must be false"
+            )
 
 
 def flattened(path: Path, place: str, given: Any) -> list[Step]:
@@ -151,7 +175,7 @@ def _read_pieces(path: Path, fast: Step, steps: Steps, before: list[str], cuts: 
     for wrong, text in (
         (fast["model"].get("byte_fallback") is not True, "model.byte_fallback must be true if no step is ByteLevel"),
         (missing, f"byte {missing} is no token; a GGUF vocabulary has all bytes"),
-        ("Replace" not in before and (not meta or len(cuts) > 1), "normalizer must have Replace, or pre_tokenizer"
+        (not steps.replaces and (not meta or len(cuts) > 1), "normalizer must have Replace, or pre_tokenizer"
          " Metaspace: in GGUF vocabularies spaces are U+2581"),
         (split and inner, f"Metaspace must have split: false, since a GGUF vocabulary finds {inner!r} across words"),
     ):  # fmt: skip

@@ -6,7 +6,7 @@ A key that a conversion asks for is honoured or refused there. A new key may cha
 import math
 from typing import Any
 
-from packtrain.models.arch.given import FULL, PARTIAL, ROPES, WINDOW, Given
+from packtrain.models.arch.given import FULL, PARTIAL, ROPES, SLIDING, WINDOW, Given
 
 WITHOUT_EFFECT = {
     "names and versions": """architectures model_type model_name transformers_version transformers.js_config
@@ -64,20 +64,21 @@ def _is_ignored(key: str) -> bool:
     return key in IGNORED or key.endswith(IGNORED_ENDS) or key.startswith(IGNORED_STARTS)
 
 
-def check_unread(given: Given, windows: bool) -> None:
+def check_unread(given: Given, windows: bool) -> int:
     """Raise InputError for a key that may change the computation, and that the conversion has not asked for.
+
+    Returns the window that the file does not hold; 0: there is none.
 
     windows  the class has windows unless `use_sliding_window` says otherwise
     """
+    within = 0 if WINDOW in given.read else given.within(windows)
     for key, value in given.unread():
         inside = key.startswith(tuple(f"{rope}." for rope in ROPES))
         name = key.rsplit(".", 1)[-1] if inside else key
         if value is None or (name in IGNORED_ROPE if inside else _is_ignored(key)):
             continue
-        if key in (WINDOW, "use_sliding_window"):
-            given.no_window(windows)
-        elif name == "layer_types" and isinstance(value, list):
-            if {*map(str, value)} - {FULL}:
+        if name == "layer_types" and isinstance(value, list):
+            if {*map(str, value)} - {FULL, SLIDING if within else FULL}:
                 raise given.wrong(key, value, f"{FULL} alone")
         elif not any(
             value == one and isinstance(value, bool) == isinstance(one, bool)
@@ -89,3 +90,4 @@ def check_unread(given: Given, windows: bool) -> None:
                 value,
                 f"{right}: packtrain does not know what it changes; remove it if that is nothing",
             )
+    return within

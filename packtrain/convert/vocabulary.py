@@ -220,11 +220,12 @@ def _from_json(table: _Table, merged: str) -> dict[str, Value]:
         table.put(path.name, id, text, kind, float(ranks.get(text, 0)))
     for about in map(as_object, as_list(fast.get("added_tokens"))):
         text = str(about.get("content"))
-        spelled = pieces and SPACE in text and not (about.get("special") or about.get("normalized"))
+        is_typed = about.get("special") or (about.get("normalized") and steps.replaces)
+        spelled = pieces and SPACE in text and not is_typed
         if spelled and text not in vocabulary:
             raise InputError(
                 f"{path}: added token {text!r} is not found where a text has spaces, as in a GGUF vocabulary; its"
-                " normalized must be true"
+                " normalized must be true, and normalizer have Replace"
             )
         if not spelled and not (pieces and text == model.get("unk_token")):
             table.put_added(path.name, about.get("id"), about, pieces)

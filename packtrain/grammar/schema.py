@@ -142,7 +142,15 @@ class _Closer:
             "additionalProperties" in p or p.get("unevaluatedProperties") for p in parts
         ):
             return {}
-        names = [name for p in parts for name in (*p.get("properties", ()), *p.get("required", ()))]
+        explicit = any(p.get("unevaluatedProperties") is False for p in parts)
+        for p in parts if explicit else ():
+            branches = ({n for q in self._all(x, set()) for n in q.get("properties", ())}
+                        for x in chain(p.get("anyOf", ()), p.get("oneOf", ())))  # fmt: skip
+            if len({*map(frozenset, branches)}) > 1:
+                fact = "JSON schema: unevaluatedProperties: beside parts of anyOf or oneOf with other properties"
+                raise InputError(fact, "write additionalProperties: false in each part")
+        needed = (name for p in parts if not explicit for name in p.get("required", ()))
+        names = [*(name for p in parts for name in p.get("properties", ())), *needed]
         patterns = [name for p in parts for name in p.get("patternProperties", ())]
         found = {"properties": names, "patternProperties": patterns}
         return {k: {name: {} for name in x} for k, x in found.items()} | {
@@ -186,13 +194,10 @@ class _Closer:
             )
             needed = {name for part in other for name in part.get("required", ())}
             both = [(_values(mine[n]), _values(its[n])) for n in needed & mine.keys() & its.keys()]
-            apart = not needed <= mine.keys() or any(a and b and a.isdisjoint(b) for a, b in both)
-            if (
-                mine
-                and its
-                and not apart
-                and not any(p.get("additionalProperties") is False for p in other)
-            ):
+            apart = any(a and b and a.isdisjoint(b) for a, b in both)
+            apart |= bool(mine) and not needed <= mine.keys()
+            apart |= any("object" not in p.get("type", "object") for p in one)
+            if its and not apart and not any(p.get("additionalProperties") is False for p in other):
                 fact = "JSON schema: oneOf: an answer may fit several of its parts"
                 raise InputError(fact, "each must require what others lack; or write anyOf")
 

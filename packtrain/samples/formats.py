@@ -19,7 +19,7 @@ from packtrain.corpus.report import Report
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.errors import InputError
 from packtrain.samples import messages as sample_messages
-from packtrain.samples.meanings import BESIDE, LABEL, ROW, check
+from packtrain.samples.meanings import BESIDE, CONTEXT, LABEL, ROW, check
 from packtrain.samples.messages import WANTED, Conversation, Message, Pair, new_message
 from packtrain.words import plural, shortlist
 
@@ -106,8 +106,8 @@ class Reader:
         others = {name: record[name] for name in record.keys() - known}
         names = {name.strip().lower() for name in self.report.names}
         is_guessed = not (self.report.given or names >= {"prompt", *form.needed})
-        beside = BESIDE if is_guessed and "prompt" in known else {}
-        check(others, where, beside | ROW | ({} if form.needed == ("text",) else LABEL))
+        beside = (BESIDE if "prompt" in known else CONTEXT) if is_guessed else {}
+        check(others, where, ROW | ({} if form.needed == ("text",) else LABEL | beside))
         unused.update(others)
         for name in known - {"tools", "history"}:
             for message in sample_messages.listed(record.get(name)):

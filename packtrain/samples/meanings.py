@@ -45,6 +45,7 @@ ROW = _table(
     ("mask", "NeMo", "says whose turns are not trained on", ANY, ("user", "human")),
     ("system tools history chosen rejected", "packtrain", "belongs to rows of another form", ANY, ()),
 )  # fmt: skip
+CONTEXT = _table(("context", "packtrain", PROMPT, ANY, ()))  # beside messages
 BESIDE = _table(
     ("instruction question query request", "packtrain", "is another question; --columns NAME=prompt joins it", ANY, ()),
     ("answer response output reply", "packtrain", "is another answer; --columns NAME=completion takes it", ANY, ()),

@@ -16,6 +16,7 @@ Spans = tuple[tuple[int, int], ...]
 Keys = dict[str, int | float | bool | str | list[bool] | list[int] | list[float]]
 # keys of GGUF files that several architectures have
 EXPERT_KEYS = {"expert_count": 0, "expert_used_count": None}
+ONLY_EXPERTS = dict.fromkeys((*EXPERT_KEYS, "expert_feed_forward_length"))
 BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
 # optional tensors

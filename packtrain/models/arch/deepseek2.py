@@ -112,6 +112,9 @@ KEYS = {
     "expert_gating_func": 0, "expert_group_count": 0, "expert_group_used_count": 0, "expert_weights_scale": 0.0,
     "expert_weights_norm": False, "nextn_predict_layers": 0,
 }  # fmt: skip
+EXPERTS = Experts(
+    arch.EXPERT_MATRICES, ("n_routed_experts", 64), ("num_experts_per_tok", 8), WIDTH, others
+)  # fmt: skip
 ARCHITECTURE = Architecture(
     "deepseek2",
     sigmoids=None,
@@ -133,13 +136,7 @@ ARCHITECTURE = Architecture(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
             ATTENTION | FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
             keys,
-            Experts(
-                arch.EXPERT_MATRICES,
-                ("n_routed_experts", 64),
-                ("num_experts_per_tok", 8),
-                WIDTH,
-                others,
-            ),
+            EXPERTS,
             usual=usual,
             optional=optional,
             ends={"e_score_correction_bias": "e_score_correction.bias"},

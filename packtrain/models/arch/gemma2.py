@@ -41,10 +41,6 @@ ARCHITECTURE = Architecture(
     post_norms=True,
     always_tied=True,
     wide_blocks=46,  # the 27B
-    keys={
-        "attention.sliding_window": TOKENS_BACK,
-        "attention.sliding_window_pattern": 2,
-        **CAPS,
-    },
+    keys={"attention.sliding_window": TOKENS_BACK, "attention.sliding_window_pattern": 2, **CAPS},
     families=(FAMILY,),
 )

@@ -29,12 +29,14 @@ class Rotation(dict[str, Any]):
 class Given:
     """A config.json; a null value counts as missing.
 
-    read  names of the keys that were asked for
+    read   names of the keys that were asked for
+    notes  what the file's readers do otherwise
     """
 
     path: Path
     values: Mapping[str, Any]
     read: set[str] = field(default_factory=set, compare=False)
+    notes: list[str] = field(default_factory=list, compare=False)
 
     def wrong(self, key: str, value: Any, right: str) -> InputError:
         shown = "missing" if value is None else " ".join(repr(value).split())[:80]
@@ -68,11 +70,11 @@ class Given:
             for other in others:
                 if found.get(key) in (None, found.get(other)) and found.get(other) is not None:
                     found[key] = self.get(other)
-        return Given(self.path, found, self.read)
+        return Given(self.path, found, self.read, self.notes)
 
     def but(self, **values: Any) -> "Given":
         """With these values instead."""
-        return Given(self.path, {**self.values, **values}, self.read)
+        return Given(self.path, {**self.values, **values}, self.read, self.notes)
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
@@ -130,13 +132,10 @@ class Given:
             right = f"windows but for every {every}th block"
             raise self.wrong("layer_types", self.get("layer_types"), right)
 
-    def no_window(self, used: bool = True) -> None:
-        """Refuse a window that is shorter than the context, where files of the architecture have none."""
-        window, context = self.get(WINDOW), self.get("max_position_embeddings", MOST)
-        turned_on = self.flag("use_sliding_window", used) and window not in (None, 0)
-        if turned_on and self.size(WINDOW) < context:
-            right = f"null, because a file holds no window here, or at least max_position_embeddings, {context}"
-            raise self.wrong(WINDOW, window, f"{right}; set that to {window} to keep within it")
+    def within(self, used: bool) -> int:
+        """The window; 0 if it is not used."""
+        has_window = self.get(WINDOW) not in (None, 0)
+        return self.size(WINDOW) if self.flag("use_sliding_window", used) and has_window else 0
 
     # ---- rope
 

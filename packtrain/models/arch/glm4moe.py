@@ -49,6 +49,9 @@ KEYS = {
     "expert_shared_count": None, "leading_dense_block_count": 0, "expert_weights_scale": 0.0,
     "expert_weights_norm": False, "nextn_predict_layers": 0,
 }  # fmt: skip
+EXPERTS = Experts(
+    arch.EXPERT_MATRICES, ("n_routed_experts", 128), ("num_experts_per_tok", 8), WIDTH, others
+)  # fmt: skip
 ARCHITECTURE = Architecture(
     "glm4moe",
     halves=True,
@@ -64,13 +67,7 @@ ARCHITECTURE = Architecture(
             ("Glm4MoeForCausalLM",),
             arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
             keys,
-            Experts(
-                arch.EXPERT_MATRICES,
-                ("n_routed_experts", 128),
-                ("num_experts_per_tok", 8),
-                WIDTH,
-                others,
-            ),
+            EXPERTS,
             optional=optional,
             ends={"e_score_correction_bias": "e_score_correction.bias"},
             more_blocks=True,

@@ -21,14 +21,15 @@ STACKED = {
     "ffn_gate_exps": ("mlp.experts.gate_up_proj", 0, 2), "ffn_up_exps": ("mlp.experts.gate_up_proj", 1, 2),
     "ffn_down_exps": ("mlp.experts.down_proj", 0, 1),
 }  # fmt: skip
-ENDS = {
-    "sinks": "sinks.weight",
-    **{
-        f"experts.{name}{end}": f"experts.{name}.{kind}"
-        for name in ("gate_up_proj", "down_proj")
-        for end, kind in (("_bias", "bias"), ("", "weight"))
-    },
-}
+EXPERTS = Experts(
+    {}, ("num_experts", 128), ("num_experts_per_tok", 4), ("intermediate_size", 2880), stacked=STACKED
+)  # fmt: skip
+ENDS = {"sinks": "sinks.weight"}
+for name in ("gate_up_proj", "down_proj"):
+    ENDS |= {
+        f"experts.{name}_bias": f"experts.{name}.bias",
+        f"experts.{name}": f"experts.{name}.weight",
+    }
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
@@ -47,29 +48,13 @@ ARCHITECTURE = Architecture(
     sinks=True,
     clamped=True,
     keys={
-        "attention.sliding_window": None,
-        "attention.sliding_window_pattern": EVERY,
-        "expert_count": None,
-        "expert_used_count": None,
-        "expert_feed_forward_length": None,
+        **arch.ONLY_EXPERTS, "attention.sliding_window": None, "attention.sliding_window_pattern": EVERY,
     },
     optional=ALL_BIASES,
     families=(
         Family(
-            ("GptOssForCausalLM",),
-            BLOCK,
-            keys,
-            Experts(
-                {},
-                ("num_experts", 128),
-                ("num_experts_per_tok", 4),
-                ("intermediate_size", 2880),
-                stacked=STACKED,
-            ),
-            optional=lambda given: ALL_BIASES,
-            rope_freq_base=0.0,
-            head_width=64,
-            ends=ENDS,
+            ("GptOssForCausalLM",), BLOCK, keys, EXPERTS, optional=lambda given: ALL_BIASES, rope_freq_base=0.0,
+            head_width=64, ends=ENDS,
         ),
     ),
-)
+)  # fmt: skip

@@ -21,6 +21,9 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     return granite.keys(given, sizes) | ({granite.SHARED_WIDTH: wide} if wide else {})
 
 
+EXPERTS = Experts(
+    {}, ("num_local_experts", 8), ("num_experts_per_tok", 2), others=others, stacked=HALVES, together=True, rows=True
+)  # fmt: skip
 ARCHITECTURE = Architecture(
     "granitemoe",
     keys={**granite.ARCHITECTURE.keys, **EXPERT_KEYS, granite.SHARED_WIDTH: 0},
@@ -31,15 +34,7 @@ ARCHITECTURE = Architecture(
             CLASSES,
             arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             keys,
-            Experts(
-                {},
-                ("num_local_experts", 8),
-                ("num_experts_per_tok", 2),
-                others=others,
-                stacked=HALVES,
-                together=True,
-                rows=True,
-            ),
+            EXPERTS,
             tied=True,
         ),
     ),

@@ -1,5 +1,6 @@
 """LFM2 with experts after the first blocks: weights are sigmoids, and a bias helps to choose. arXiv 2511.23404."""
 
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import lfm2
 from packtrain.models.arch.architecture import CHOICE, Architecture, Experts, Family, Keys, Names
 from packtrain.models.arch.given import Given
@@ -30,6 +31,9 @@ def optional(given: Given) -> tuple[str, ...]:
     return (CHOICE,) if given.flag("use_expert_bias", True) else ()
 
 
+EXPERTS = Experts(
+    MATRICES, ("num_experts", 32), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1792), others
+)  # fmt: skip
 ARCHITECTURE = Architecture(
     "lfm2moe",
     halves=True,
@@ -37,13 +41,7 @@ ARCHITECTURE = Architecture(
     square=True,
     last_norm="token_embd_norm",
     sigmoids=True,
-    keys={
-        "shortconv.l_cache": None,
-        "expert_count": None,
-        "expert_used_count": None,
-        "expert_feed_forward_length": None,
-        "leading_dense_block_count": 0,
-    },
+    keys={"shortconv.l_cache": None, **arch.ONLY_EXPERTS, "leading_dense_block_count": 0},
     neutral={"expert_gating_func": (SIGMOID,)},
     optional=(CHOICE,),
     families=(
@@ -51,13 +49,7 @@ ARCHITECTURE = Architecture(
             ("Lfm2MoeForCausalLM",),
             lfm2.MODULES | ROUTER | lfm2.FEED_FORWARD,
             keys,
-            Experts(
-                MATRICES,
-                ("num_experts", 32),
-                ("num_experts_per_tok", 4),
-                ("moe_intermediate_size", 1792),
-                others,
-            ),
+            EXPERTS,
             Names(norm="embedding_norm"),
             lfm2.tied,
             mixing=lfm2.mixing,

@@ -17,11 +17,10 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     context = sizes.context_length
     usual = given.full_rotation().get(ORIGINAL, context)  # longrope's is behind that of the class
     original = given.size(ORIGINAL, None if given.scaling() == "longrope" else usual)
-    given.no_window()
     keys: Keys = {
         "rope.dimension_count": given.turned(sizes.head_width),
         "rope.scaling.original_context_length": original,
-        "attention.sliding_window": given.get("sliding_window", 0),
+        "attention.sliding_window": given.values.get("sliding_window") or 0,
     }
     if given.scaling() == "longrope":
         found = given.full_rotation()

@@ -14,6 +14,9 @@ SHARED = {
 }  # fmt: skip
 
 
+BLOCK = arch.ATTENTION | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED
+
+
 def others(given: Given) -> tuple[int, int]:
     return given.size("shared_expert_intermediate_size", 5632), 0
 
@@ -23,11 +26,13 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     given.one_of("norm_topk_prob", False, False)
     given.one_of("decoder_sparse_step", 1, 1)
     given.one_of("mlp_only_layers", [], [])
-    given.one_of("use_sliding_window", False, False)
     given.one_of("qkv_bias", True, True)
     return {"expert_shared_feed_forward_length": sizes.expert_shared_feed_forward_length}
 
 
+EXPERTS = Experts(
+    EXPERT_MATRICES, ("num_experts", 60), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1408), others
+)  # fmt: skip
 ARCHITECTURE = Architecture(
     "qwen2moe",
     halves=True,
@@ -35,26 +40,7 @@ ARCHITECTURE = Architecture(
     always_apart=True,
     chosen_sum=False,
     shared_gate=True,
-    keys={
-        "expert_count": None,
-        "expert_used_count": None,
-        "expert_feed_forward_length": None,
-        "expert_shared_feed_forward_length": 0,
-    },
+    keys={**arch.ONLY_EXPERTS, "expert_shared_feed_forward_length": 0},
     ignored=arch.WINDOW_KEYS,
-    families=(
-        Family(
-            ("Qwen2MoeForCausalLM",),
-            arch.ATTENTION | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED,
-            keys,
-            Experts(
-                EXPERT_MATRICES,
-                ("num_experts", 60),
-                ("num_experts_per_tok", 4),
-                ("moe_intermediate_size", 1408),
-                others,
-            ),
-            qkv_bias=True,
-        ),
-    ),
+    families=(Family(("Qwen2MoeForCausalLM",), BLOCK, keys, EXPERTS, qkv_bias=True),),
 )

@@ -11,22 +11,18 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     given.one_of("norm_topk_prob", False, True)
     given.one_of("decoder_sparse_step", 1, 1)
     given.one_of("mlp_only_layers", [], [])
-    given.one_of("use_sliding_window", False, False)
     return {}
 
 
 EXPERTS = Experts(
-    EXPERT_MATRICES,
-    ("num_experts", 128),
-    ("num_experts_per_tok", 8),
-    ("moe_intermediate_size", 768),
-)
+    EXPERT_MATRICES, ("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)
+)  # fmt: skip
 BLOCK = arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"}
 ARCHITECTURE = Architecture(
     "qwen3moe",
     halves=True,
     head_norms=True,
-    keys={"expert_count": None, "expert_used_count": None, "expert_feed_forward_length": None},
+    keys=arch.ONLY_EXPERTS,
     ignored=arch.WINDOW_KEYS,
     families=(Family(("Qwen3MoeForCausalLM",), BLOCK, keys, EXPERTS),),
 )

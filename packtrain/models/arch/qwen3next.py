@@ -26,12 +26,7 @@ DELTA_KEYS = {
     "attention.recurrent_layers": None,
     "nextn_predict_layers": 0,
 }
-EXPERT_KEYS = {
-    "expert_count": None,
-    "expert_used_count": None,
-    "expert_feed_forward_length": None,
-    "expert_shared_feed_forward_length": 0,
-}
+EXPERT_KEYS = {**arch.ONLY_EXPERTS, "expert_shared_feed_forward_length": 0}
 
 
 def others(given: Given) -> tuple[int, int]:
@@ -39,12 +34,8 @@ def others(given: Given) -> tuple[int, int]:
 
 
 EXPERTS = Experts(
-    arch.EXPERT_MATRICES,
-    ("num_experts", 512),
-    ("num_experts_per_tok", 10),
-    ("moe_intermediate_size", 512),
-    others,
-)
+    arch.EXPERT_MATRICES, ("num_experts", 512), ("num_experts_per_tok", 10), ("moe_intermediate_size", 512), others
+)  # fmt: skip
 
 
 def usual(given: Given) -> Given:

@@ -12,7 +12,6 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     turned = [int((i + 1) % PAUSE != 0) for i in range(sizes.block_count)]
     given.one_of("no_rope_layer_interval", PAUSE, PAUSE)
     given.one_of("no_rope_layers", turned, turned)
-    given.one_of("use_sliding_window", False, False)
     return llama.keys(given, sizes)
 
 

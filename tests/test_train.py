@@ -578,3 +578,29 @@ def test_each_of_rope_and_epsilon_changes_the_loss(data, tmp_path):
         assert main(arguments(data, output, "--iters", "3", *flags)) == 0
         losses.add(metrics.read(output.with_suffix(".run") / "metrics.jsonl")[2]["loss"])
     assert len(losses) == 4
+
+
+def test_the_optimizer_may_change_when_a_run_is_resumed(data, tmp_path, capsys):
+    """Moments are dropped, which is said; AdamW after SGD counts its own steps, as one that begins there would."""
+    output, folder = tmp_path / "m.gguf", tmp_path / "m.run"
+    again = ["train", "-o", str(output), "--resume"]
+    assert main(arguments(data, output, "--iters", "2")) == 0
+    assert main([*again, "--iters", "4", "--lr", "0.5"]) == 2 and "--lr was" in said(capsys)[-1]
+    assert main([*again, "--iters", "4", "--optimizer", "sgd", "--lr", "0.5"]) == 0, said(capsys)
+    line = "--optimizer was adamw and is sgd: moments of adamw are dropped, and sgd begins without moments"
+    assert line in said(capsys)
+    assert not [n for n in GGUF(folder / "checkpoint.gguf").entries if n.startswith(("m/", "v/"))]
+    assert main([*again, "--iters", "5"]) == 0 and "dropped" not in "\n".join(said(capsys))
+    before = GGUF(folder / "checkpoint.gguf").array("blk.0.attn_q.weight").copy()
+    assert (
+        main(
+            [*again, "--iters", "6", "--optimizer", "adamw", "--lr", "0.01", "--weight-decay", "0"]
+        )
+        == 0
+    )
+    assert "adamw begins with zero moments" in "\n".join(said(capsys))
+    rate = metrics.read(folder / "metrics.jsonl")[5]["lr"]
+    after = GGUF(folder / "checkpoint.gguf").array("blk.0.attn_q.weight")
+    # a first step of AdamW moves each weight by its rate
+    assert np.quantile(abs(after - before), 0.9) == pytest.approx(rate, rel=0.02)
+    assert load(folder / "checkpoint.gguf", print).progress.since == 5

@@ -214,8 +214,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     for part in filter(None, (train, valid)):
         part.rows = settings.batch_size
     schedule = schedule_of(settings, len(train))
-    if schedule.steps:
-        say(prospect(len(data.train), schedule.steps, train.windows, settings))
+    say(prospect(len(data.train), schedule.steps, train.windows, settings))
     how, evaluates = settings.preference, valid is not None
     shape = shape_of(settings, config, train.rows, train.time, evaluates or refers(how), base, say)
     if isinstance(train, PairBatches):

@@ -600,3 +600,20 @@ def test_the_adapter_alone_is_a_result(folder, tmp_path, capsys):
     again = ["finetune", "-o", str(output), "--resume", "--merge", "plain"]
     assert main(again) == 0
     assert GGUF(output).entries.keys() == GGUF(folder / "q8_0.gguf").entries.keys()
+
+
+@pytest.mark.parametrize("how", [["--merge", "none"], ["--adapter", "a.gguf"], ["--full"]])
+def test_no_steps_write_what_the_base_says(folder, tmp_path, capsys, monkeypatch, how):
+    """--iters 0: the adapter changes nothing, a merged model is the base, and steps can follow."""
+    monkeypatch.chdir(tmp_path)
+    assert tuned(folder, "f32", tmp_path / "m.gguf", "--iters", "0", *how) == 0, said(capsys)
+    assert "the result is untouched: --iters 0 takes no step" in said(capsys)
+    if "none" not in how:
+        assert weights(tmp_path / "m.gguf") == weights(folder / "f32.gguf")
+    if "--full" not in how:
+        adapter = tmp_path / ("m.gguf" if "none" in how else "a.gguf")
+        pairs = GGUF(adapter)
+        assert not any(pairs.array(n).any() for n in pairs.entries if n.endswith("lora_b"))
+        base = str(folder / "f32.gguf")
+        assert main(["generate", base, "--lora", str(adapter), "-p", "a", "-n", "2"]) == 0
+    assert main(["finetune", "-o", str(tmp_path / "m.gguf"), "--resume", "--iters", "2"]) == 0

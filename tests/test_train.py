@@ -520,3 +520,87 @@ def test_a_resumed_run_can_take_the_data_in_a_new_order(data, tmp_path, capsys):
     first, other, parts = map(weights, outputs)
     assert other == parts and first != other
     assert load(tmp_path / "c.run/checkpoint.gguf", print).progress.shuffled == 2
+
+
+def test_no_steps_write_the_model_as_it_begins_and_more_can_follow(data, tmp_path, capsys):
+    """--iters 0: a valid file with the initial weights, those that a run with steps begins with."""
+    output, other = tmp_path / "m.gguf", tmp_path / "n.gguf"
+    assert main(arguments(data, output, "--iters", "0")) == 0, said(capsys)
+    assert "the result is untouched: --iters 0 takes no step" in said(capsys)
+    begun = weights(output)
+    assert main(["generate", str(output), "-p", "The", "-n", "2"]) == 0
+    assert main(["train", "-o", str(output), "--resume", "--iters", "3"]) == 0
+    assert main(arguments(data, other, "--iters", "3")) == 0
+    assert weights(output) == weights(other) != begun
+
+
+def test_norms_and_rope_are_as_asked_for(data, tmp_path, capsys):
+    """Epsilon, base and scale are in the file, compute, and stay at --resume."""
+    output, plain = tmp_path / "m.gguf", tmp_path / "n.gguf"
+    flags = ["--norm-rms-eps", "1e-3", "--rope-freq-base", "500", "--rope-freq-scale", "0.25"]
+    assert main(arguments(data, output, "--iters", "2", *flags)) == 0, said(capsys)
+    assert main(arguments(data, plain, "--iters", "2")) == 0
+    keys = GGUF(output).metadata
+    assert keys["llama.attention.layer_norm_rms_epsilon"] == np.float32(1e-3)
+    assert keys["llama.rope.freq_base"] == 500
+    assert keys["llama.rope.scaling.type"] == "linear" and keys["llama.rope.scaling.factor"] == 4
+    assert weights(output) != weights(plain)
+    kept = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
+    assert [kept[n] for n in ("norm_rms_eps", "rope_freq_base", "rope_freq_scale")] == [
+        1e-3,
+        500,
+        0.25,
+    ]
+    assert main(["train", "-o", str(output), "--resume", "--iters", "3"]) == 0
+    assert GGUF(output).metadata["llama.rope.freq_base"] == 500
+    capsys.readouterr()
+    for name, value in (
+        ("norm-rms-eps", "1e-6"),
+        ("rope-freq-base", "10000"),
+        ("rope-freq-scale", "1"),
+    ):
+        assert main(["train", "-o", str(output), "--resume", f"--{name}", value]) == 2
+        assert f"--{name} was" in said(capsys)[-1]
+    for flags in (["--rope-freq-scale", "2"], ["--rope-freq-scale", "0"], ["--norm-rms-eps", "0"]):
+        assert main(arguments(data, tmp_path / "o.gguf", *flags)) == 2
+        assert f"{flags[0]} is" in said(capsys)[-1]
+
+
+def test_each_of_rope_and_epsilon_changes_the_loss(data, tmp_path):
+    losses = set()
+    for flags in (
+        [],
+        ["--norm-rms-eps", "0.05"],
+        ["--rope-freq-base", "50"],
+        ["--rope-freq-scale", "0.1"],
+    ):
+        output = tmp_path / f"{len(losses)}.gguf"
+        assert main(arguments(data, output, "--iters", "3", *flags)) == 0
+        losses.add(metrics.read(output.with_suffix(".run") / "metrics.jsonl")[2]["loss"])
+    assert len(losses) == 4
+
+
+def test_the_optimizer_may_change_when_a_run_is_resumed(data, tmp_path, capsys):
+    """Moments are dropped, which is said; AdamW after SGD counts its own steps, as one that begins there would."""
+    output, folder = tmp_path / "m.gguf", tmp_path / "m.run"
+    again = ["train", "-o", str(output), "--resume"]
+    assert main(arguments(data, output, "--iters", "2")) == 0
+    assert main([*again, "--iters", "4", "--lr", "0.5"]) == 2 and "--lr was" in said(capsys)[-1]
+    assert main([*again, "--iters", "4", "--optimizer", "sgd", "--lr", "0.5"]) == 0, said(capsys)
+    line = "--optimizer was adamw and is sgd: moments of adamw are dropped, and sgd begins without moments"
+    assert line in said(capsys)
+    assert not [n for n in GGUF(folder / "checkpoint.gguf").entries if n.startswith(("m/", "v/"))]
+    assert main([*again, "--iters", "5"]) == 0 and "dropped" not in "\n".join(said(capsys))
+    before = GGUF(folder / "checkpoint.gguf").array("blk.0.attn_q.weight").copy()
+    assert (
+        main(
+            [*again, "--iters", "6", "--optimizer", "adamw", "--lr", "0.01", "--weight-decay", "0"]
+        )
+        == 0
+    )
+    assert "adamw begins with zero moments" in "\n".join(said(capsys))
+    rate = metrics.read(folder / "metrics.jsonl")[5]["lr"]
+    after = GGUF(folder / "checkpoint.gguf").array("blk.0.attn_q.weight")
+    # a first step of AdamW moves each weight by its rate
+    assert np.quantile(abs(after - before), 0.9) == pytest.approx(rate, rel=0.02)
+    assert load(folder / "checkpoint.gguf", print).progress.since == 5

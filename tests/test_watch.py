@@ -20,11 +20,14 @@ import pytest
 
 from packtrain.commands.shown import Shown
 from packtrain.errors import InputError
+from packtrain.fitting.fitted import Epoch
+from packtrain.fitting.result import Result
 from packtrain.memory import Peak
 from packtrain.watch import Watch
+from packtrain.watch.bar import BAR_COLUMNS, fitting
 from packtrain.watch.curve import BINS, Curve, round_ticks, running_mean
 from packtrain.watch.metrics import read
-from packtrain.watch.progress import clock, mean_text
+from packtrain.watch.progress import clock, mean_text, validation_text
 
 MIB = 1 << 20
 
@@ -355,9 +358,7 @@ def test_plain_lines(tmp_path: Path) -> None:
     )
     losses = [3 + 1 / step for step in range(11, 21)]
     mean, error = np.mean(losses), np.std(losses, ddof=1) / np.sqrt(10)
-    want = (
-        f"step 20/25  loss {mean:.4f} ± {error:.4f}  val 3.2000 (step 15)  lr 1.0e-03  norm 0.834"
-    )
+    want = f"step 20/25  loss {mean:.4f}±{error:.4f}  val 3.2000 (step 15)  lr 1.0e-03  norm 0.834"
     assert lines[3] == f"{want}  33,333 tokens/s  eta 0:00  memory: peak 131, plan 140 MiB"
 
 
@@ -397,7 +398,7 @@ def test_a_resumed_run_reports_its_first_step(tmp_path: Path) -> None:
 
 
 def test_losses_and_times_as_text() -> None:
-    assert mean_text([1.0, 3.0]) == "2.0000 ± 1.0000"
+    assert mean_text([1.0, 3.0]) == "2.0000±1.0000"
     assert mean_text([1.0, math.nan]) == "1.0000" and mean_text([math.inf]) == "not finite"
     assert [clock(s) for s in (0.4, 59.6, 83, 3683)] == ["0:00", "1:00", "1:23", "1:01:23"]
 
@@ -447,7 +448,7 @@ def test_a_terminal_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("110", "memory: peak 131, plan 140 MiB"),
         ("70", r"eta \d:\d\d"),
-        ("40", r"loss [\d.]+ ± [\d.]+"),
+        ("40", r"loss [\d.]+±[\d.]+"),
     ],
 )
 def test_a_narrow_terminal_gets_whole_parts(
@@ -473,3 +474,24 @@ def test_a_step_costs_next_to_nothing(tmp_path: Path) -> None:
         began = time.thread_time()
         run(watch, 2, 1000)
         assert (time.thread_time() - began) / 999 < 0.0002
+
+
+def test_losses_accuracy_and_their_errors_fit_80_columns() -> None:
+    """What a terminal of 80 columns shows of a run, with the bar, and the line of an epoch of `fit`."""
+    of = {
+        "val_loss": 4.6393,
+        "val_error": 0.0123,
+        "val_accuracy": 0.241,
+        "val_accuracy_error": 0.003,
+    }
+    assert validation_text(of) == "val 4.6393±0.0123 acc 24.1±0.3%"
+    parts = ["1234/5000", f"loss {mean_text([3.1, 3.2])}", validation_text(of), "eta 12:34"]
+    assert fitting(parts, 80 - BAR_COLUMNS) == "  ".join(parts)
+    results = [Result(), Result()]
+    for result in results:
+        result.add(5_000, 0.0712, 4_890, None), result.add(5_000, 0.0716, 4_900, None)
+    line = str(Epoch(30, *results, 12.34))
+    part = "0.0714±0.0002 acc 97.9±0.1%"
+    assert (
+        line == f"epoch 30: loss {part}, val {part.replace(' acc', '')}, 12.3 s" and len(line) <= 80
+    )

@@ -43,8 +43,9 @@ class Epoch:
     seconds: float
 
     def __str__(self) -> str:
-        valid = f"; validation {self.validated}" if self.validated.ndata else ""
-        return f"epoch {self.number}: {self.trained}{valid}; {self.seconds:.2f} s"
+        """`epoch 3: loss 0.0712±0.0004 acc 97.90±0.14%, val 0.0801±0.0011 97.1±0.2%, 1.2 s`, in 80 columns."""
+        valid = f", val {self.validated.brief.replace(' acc', '')}" if self.validated.ndata else ""
+        return f"epoch {self.number}: loss {self.trained.brief}{valid}, {self.seconds:.1f} s"
 
 
 @dataclass(slots=True, repr=False)

@@ -72,14 +72,16 @@ class Result:
         """Predictions of all datapoints in the order in which they came, if they are kept."""
         return np.concatenate(self.kept) if self.kept else np.empty(0, np.float32)
 
-    def __str__(self) -> str:
-        """`loss 0.0712 ± 0.0004, accuracy 97.90 ± 0.14 %`, or `no data`."""
-        if not self.ndata:
-            return "no data"
-        error = "" if math.isnan(self.loss_error) else f" ± {self.loss_error:.4f}"
+    @property
+    def brief(self) -> str:
+        """`0.0712±0.0004 acc 97.9±0.1%`: the loss, and the accuracy where there is one, with their errors."""
+        error = "" if math.isnan(self.loss_error) else f"±{self.loss_error:.4f}"
         if self.correct is None:
-            return f"loss {self.loss:.4f}{error}"
+            return f"{self.loss:.4f}{error}"
         spread = self.accuracy_error
-        error_of = "" if math.isnan(spread) else f" ± {100 * spread:.2f}"
-        percent = f"{100 * self.accuracy:.2f}{error_of} %"
-        return f"loss {self.loss:.4f}{error}, accuracy {percent}"
+        error_of = "" if math.isnan(spread) else f"±{100 * spread:.1f}"
+        return f"{self.loss:.4f}{error} acc {100 * self.accuracy:.1f}{error_of}%"
+
+    def __str__(self) -> str:
+        """`loss 0.0712±0.0004 acc 97.9±0.1%`, or `no data`."""
+        return f"loss {self.brief}" if self.ndata else "no data"

@@ -343,6 +343,11 @@ class Config(Sizes):
         return found | (feed_forward if self.traits.fused_ffn else {})
 
 
+def linear_scaling(freq_scale: float) -> RopeScaling:
+    """The scaling that multiplies all rope frequencies by `freq_scale`."""
+    return RopeScaling() if freq_scale == 1 else RopeScaling("linear", 1 / freq_scale)
+
+
 def check_context(config: Config, ctx: int, say: Callable[[str], None]) -> None:
     """Say what a context means to the model. Raises InputError if it has learned fewer positions."""
     own, short = config.context_length, config.short_context

@@ -250,8 +250,8 @@ def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say) 
         _set_threads(settings.threads)
     job = build_job(settings, say)
     check_validation(settings, job.valid is not None)
-    count = -(-job.steps // (job.steps_per_eval or job.steps))
-    if job.valid is not None and count <= settings.patience:
+    count = -(-job.steps // (job.steps_per_eval or job.steps or 1))
+    if job.valid is not None and count <= settings.patience and job.steps:
         say(
             f"--patience {settings.patience} cannot act: this run validates {plural(count, 'time')};"
             " --steps-per-eval N validates more often"

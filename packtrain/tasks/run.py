@@ -184,6 +184,8 @@ def _train(
 
 def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[], bool]) -> bool:
     """What a teacher says, and texts of the base, are there before the memory of the run is taken; not if stopped."""
+    if not prepared.job.steps:
+        return True
     try:
         teach(prepared.job, folder, prepared.budget, events, stopped)
         write_texts(prepared.job, folder, prepared.budget, events, stopped)
@@ -308,7 +310,9 @@ def _report(done: Trained) -> Iterator[str]:
             if peak > planned
             else ""
         )
-    if job.valid is not None:
+    if not progress.step:
+        yield "the result is untouched: --iters 0 takes no step"
+    elif job.valid is not None:
         several = 0 < job.steps_per_eval < progress.step
         yield outcome(progress, bool(job.settings.patience), several)
     right, ends = done.ends

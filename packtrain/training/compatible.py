@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import InputError
+from packtrain.optim import OPTIMIZERS
 from packtrain.settings import flag
 from packtrain.training.job import SOURCES, Job
 from packtrain.training.settings import FREE
@@ -15,6 +16,10 @@ from packtrain.words import plural
 # settings that determine how the data is tokenized
 READING = ("ctx", "separator", "sample_start", "val_split", "mask_prompt", "train_on", "truncate")
 ORDER = ("rows", "chunk", "layered")
+# settings that may change together with the optimizer
+RATES = """lr lr_min lr_scheduler lr_cycles lr_cycle_growth lr_half_every warmup_ratio warmup_lr
+optimizer max_grad_norm max_grad_value"""
+UPDATE = {*RATES.split(), *(f.name for kind in OPTIMIZERS.values() for f in fields(kind))}
 
 
 def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) -> None:
@@ -50,7 +55,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], settings: typ
     told = (
         {*now} - {"steps", "lora", "data", "sources", "ranks"} - {f.name for f in fields(settings)}
     )
-    if before.get("ranks", 1) != now.get("ranks", 1):
+    if before.get("ranks", 1) != now.get("ranks", 1) or _switched(before, now):
         told -= {*ORDER}
     return [
         f"{'its order of additions' if name in ORDER else 'the model'} ({name}) was {before[name]} and is {now[name]}"
@@ -63,8 +68,9 @@ def _flags(
     before: Mapping[str, Any], now: Mapping[str, Any], settings: type
 ) -> Iterator[tuple[str, str]]:
     """Changed settings, each with a message; settings unknown to an old checkpoint had their defaults."""
+    free = FREE | (UPDATE if _switched(before, now) else set())
     for field in fields(settings):
-        if field.name not in now or field.name in FREE:  # `data` is a checksum in the checkpoint
+        if field.name not in now or field.name in free:  # `data` is a checksum in the checkpoint
             continue
         default = [*field.default] if isinstance(field.default, tuple) else field.default
         was, is_ = before.get(field.name, default), now[field.name]
@@ -85,6 +91,10 @@ def _files(before: Mapping[str, Any], now: Mapping[str, Any], read_otherwise: bo
         return [f"{flag(n)} was {_shown(was[n])} and is {_shown(is_.get(n))}" for n in given]
     vocab = f" or the vocabulary {Path(is_['vocab']).name}" if is_.get("vocab") else ""
     return [f"the data {Path(is_['data']).name}{vocab} has changed since it began"]
+
+
+def _switched(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return bool(before.get("optimizer", now.get("optimizer")) != now.get("optimizer"))
 
 
 def _shown(value: Any) -> str:

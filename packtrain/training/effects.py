@@ -137,6 +137,8 @@ VALIDATING: tuple[Rule, ...] = (
 
 def check_effects(settings: RunSettings) -> None:
     """Raise InputError for a setting without effect. A resumed run keeps its original settings."""
+    if settings.optimizer == "lbfgs" and getattr(settings, "masters", "f32") != "f32":
+        raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
     if settings.resume and not settings.overwrite:
         return
     for kind, rules in RULES:
@@ -144,8 +146,6 @@ def check_effects(settings: RunSettings) -> None:
             check_idle(settings, rules)
     if settings.learning_rate == 0:
         raise InputError("--lr 0 trains nothing; it must be more than 0")
-    if settings.optimizer == "lbfgs" and getattr(settings, "masters", "f32") != "f32":
-        raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
     for name in ("save_name", "save_model"):
         given = getattr(settings, name)
         if given and ("ITERATION" not in given or "/" in given or not given.endswith(".gguf")):

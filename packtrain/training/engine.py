@@ -145,6 +145,7 @@ class Engine:
     shared  frozen leaves that are read in place
     seed    of dropout and stochastic rounding
     bad     steps in a row whose loss or gradient was not finite
+    since   the step after which the optimizer began: it counts its own steps
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Engine:
         self.session = Session()
         self.session.share(shared)
         self.session.overlay(overlays(plans))
-        self.bad = 0
+        self.bad, self.since = 0, 0
         self.before: Turn | None = None  # the last step, if its gradients are still there
         self.run = self.session.executors(plans.placed, plans.plans)
         self.sums = exchanged(self.session, plans, self.run.get(MICRO))
@@ -171,7 +172,7 @@ class Engine:
         if self.sums is not None:
             self.sums.begin()
         self.before = None
-        got = self.optimizer.drive(turn, number, rate)
+        got = self.optimizer.drive(turn, number - self.since, rate)
         self.before = turn if self.optimizer.evaluations > 1 else None
         self.bad, bad = judged(got, turn, self.bad)
         norm, how = float(got["squares"]) ** 0.5, self.plans.shape.preference

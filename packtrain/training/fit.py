@@ -42,9 +42,18 @@ class Fit:
         if found is None:
             self.job.subject.begin(session)
             return
-        shards.restored(session, self.engine.plans, found)
+        before, now = found.about.get("optimizer", "adamw"), self.job.settings.optimizer
+        shards.restored(session, self.engine.plans, found, moments=before == now)
         found.gguf.close()  # saves replace the file, and a deleted one that is mapped takes room
         self.progress = replace(found.progress, shuffled=self.job.train.key)
+        if before != now:
+            self.progress = replace(self.progress, since=self.progress.step)
+            kept = any(leaf.role == "moment" for leaf in self.engine.plans.saved.values())
+            self.events.message(
+                f"--optimizer was {before} and is {now}: moments of {before} are dropped, and {now} begins"
+                f" {'with zero moments' if kept else 'without moments'}"
+            )
+        self.engine.since = self.progress.since
         if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
             # these losses were measured on other batches and cannot be compared
             self.progress = replace(self.progress, base=math.inf, last=math.inf)

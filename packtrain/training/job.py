@@ -368,7 +368,8 @@ def check_split(val_split: float) -> None:
 def schedule_of(settings: RunSettings, batches: int) -> Schedule:
     """The schedule for --iters steps, or for the steps of --epochs."""
     epochs = 1.0 if settings.epochs is None else settings.epochs
-    steps = settings.iters or max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
+    steps = max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
+    steps = steps if settings.iters is None else settings.iters
     rate, kind = settings.learning_rate, settings.lr_scheduler
     if OPTIMIZERS[settings.optimizer].first_length is not None:
         return Schedule("constant", rate, rate, 0, steps)

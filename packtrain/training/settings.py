@@ -9,7 +9,7 @@ from packtrain.design.spread import Spread, spread
 from packtrain.dtypes import MERGED, PRECISIONS
 from packtrain.errors import InputError
 from packtrain.flash import AUTO, FLASH, MODES
-from packtrain.models.config import PRESETS, Config
+from packtrain.models.config import PRESETS, Config, linear_scaling
 from packtrain.optim import OPTIMIZERS
 from packtrain.settings import COLUMNS, DATA, MEMORY, MODEL, OUTPUT, TRAINING, options
 from packtrain.template import SOURCES
@@ -81,7 +81,11 @@ class RunSettings:
     batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
     grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1, most=10**6)
     iters: int | None = TRAINING(
-        None, "steps to train (default: those of --epochs)", flags="--steps", least=1, most=10**12
+        None,
+        "steps to train (default: those of --epochs); 0 writes the model or adapter as it begins",
+        flags="--steps",
+        least=0,
+        most=10**12,
     )
     epochs: float | None = TRAINING(
         None,
@@ -294,6 +298,11 @@ class TrainSettings(RunSettings):
     ffn: int | None = MODEL(
         None, "width of the feed-forward layers (default: the preset's)", least=1
     )
+    norm_rms_eps: float = MODEL(1e-5, "epsilon of the RMS norms", least=1e-12, most=0.1)
+    rope_freq_base: float = MODEL(10_000.0, "base of the RoPE frequencies", least=1, most=1e12)
+    rope_freq_scale: float = MODEL(
+        1.0, "factor of the RoPE frequencies: 0.5 halves them (linear scaling)", least=1e-4, most=1
+    )
     vocab: Path | None = DATA(
         None, "use the vocabulary of this GGUF file instead of training a new one"
     )
@@ -329,6 +338,9 @@ class TrainSettings(RunSettings):
             self.ffn or base.feed_forward_length,
             heads,
             self.kv_heads or (base.head_count_kv if self.heads is None else heads),
+            rope_freq_base=self.rope_freq_base,
+            rms_eps=self.norm_rms_eps,
+            rope_scaling=linear_scaling(self.rope_freq_scale),
         )
         if given.embedding_length % (2 * heads):
             raise InputError(

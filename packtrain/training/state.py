@@ -35,6 +35,7 @@ class Progress:
     shuffled  key of the order of the data: the step at which it was shuffled again, or 0
     last      validation loss of the last validation; `base` that before step 1, both over `batches` batches
     ends      of the validation of the result, see Evaluated.ends
+    since     the step after which the optimizer began, with zero moments
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class Progress:
     unimproved: int = 0
     shuffled: int = 0
     ends: tuple[int, int] = (0, 0)
+    since: int = 0
 
     def after(self, tokens: int, seconds: float) -> "Progress":
         return replace(
@@ -199,7 +201,7 @@ def _is_progress(value: Any) -> bool:
     kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
     later = {"best_step": int, "last": float, "base": float, "batches": int}
     later |= {"recent": list, "norm": float, "lowest": float, "unimproved": int, "shuffled": int}
-    later |= {"ends": list}
+    later |= {"ends": list, "since": int}
     signed = {"recent", "lowest", "ends"}
     return (
         isinstance(value, dict)

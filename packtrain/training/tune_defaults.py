@@ -130,14 +130,15 @@ def updates_of(settings: TuneSettings, rows: int, epochs: float) -> int:
 
 def prospect(examples: int, updates: int, rows: int, settings: TuneSettings) -> str:
     """What a run of so many updates can teach: `82 examples, 187 updates …: enough for a style, not for facts`."""
-    passes = updates * settings.batch_size * settings.grad_accumulation_steps / rows
+    share = settings.batch_size * settings.grad_accumulation_steps / rows
+    passes = updates * share
     epochs = "1 epoch" if f"{passes:.2g}" == "1" else f"{passes:.2g} epochs"
     head = (
         f"{plural(examples, 'example')}, {plural(updates, 'update')} ({epochs}, learning rate"
         f" {settings.learning_rate:.1e}): "
     )
     if updates < MIN_UPDATES:
-        more = math.ceil(MIN_UPDATES * passes / updates)
+        more = math.ceil(MIN_UPDATES * share)
         return (
             f"{head}too few to change how the model answers; --epochs {more} or more examples would"
         )

@@ -100,11 +100,12 @@ class ProgressLine:
 
 
 def validation_text(record: Mapping[str, Any]) -> str:
-    """`val 4.6393, accuracy 24.1 ± 0.3 %`."""
+    """`val 4.6393±0.0123 acc 24.1±0.3%`."""
+    error = f"±{record['val_error']:.4f}" if "val_error" in record else ""
     if "val_accuracy" not in record:
-        return f"val {record['val_loss']:.4f}"
-    accuracy, error = 100 * record["val_accuracy"], 100 * record["val_accuracy_error"]
-    return f"val {record['val_loss']:.4f}, accuracy {accuracy:.1f} ± {error:.1f} %"
+        return f"val {record['val_loss']:.4f}{error}"
+    accuracy, spread = 100 * record["val_accuracy"], 100 * record["val_accuracy_error"]
+    return f"val {record['val_loss']:.4f}{error} acc {accuracy:.1f}±{spread:.1f}%"
 
 
 def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
@@ -171,11 +172,11 @@ def memory_text(peak_nbytes: int, planned_nbytes: int, limit_nbytes: int | None 
 
 
 def mean_text(losses: list[float]) -> str:
-    """3.1234 ± 0.0123: the mean of the finite ones and its standard error, if there are several."""
+    """3.1234±0.0123: the mean of the finite ones and its standard error, if there are several."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if len(finite) < 2:
         return f"{finite[0]:.4f}" if finite else "not finite"
-    return f"{np.mean(finite):.4f} ± {np.std(finite, ddof=1) / len(finite) ** 0.5:.4f}"
+    return f"{np.mean(finite):.4f}±{np.std(finite, ddof=1) / len(finite) ** 0.5:.4f}"
 
 
 def clock(seconds: float) -> str:

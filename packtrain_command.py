@@ -7,7 +7,7 @@ def main() -> int:
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # a shell's job in the background ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from packtrain.cli import command
+    from packtrain.cli.main import command
 
     signal.signal(signal.SIGINT, before)
     return command()

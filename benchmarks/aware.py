@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.watched import packtrain
-from packtrain.watch import metrics
+from packtrain.training.monitoring import metrics_file
 
 USUAL = "--batch-size 4 --ctx 256 --val-split 0.1 --val-batches 0 --steps-per-eval 0 --seed 1 --no-tensorboard"
 LOSSES = re.compile(r"validation loss: base ([\d.]+), with the adapter ([\d.]+), merged ([\d.]+)")
@@ -30,7 +30,9 @@ def tuned(base: Path, data: Path, output: Path, *more: str) -> tuple[list[float]
     found = LOSSES.search(done.out + done.said)
     if done.code or found is None:
         sys.exit(done.said)
-    steps = [r for r in metrics.read(output.with_suffix(".run") / "metrics.jsonl") if "loss" in r]
+    steps = [
+        r for r in metrics_file.read(output.with_suffix(".run") / "metrics.jsonl") if "loss" in r
+    ]
     seconds = [0.0, *(r["seconds"] for r in steps)]
     each = [b - a for a, b in pairwise(seconds)]
     return [*map(float, found.groups())], statistics.median(each[2:])

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import llama
-from packtrain.benching.table import Table
-from packtrain.commands import bench
-from packtrain.errors import InputError
-from packtrain.files import existing
-from packtrain.settings import add_flags, from_flags, option, positional
+from packtrain.cli import bench
+from packtrain.common.errors import InputError
+from packtrain.common.files import existing
+from packtrain.common.options import add_flags, from_flags, option, positional
+from packtrain.devtools.bench.bench_table import Table
 
 PARTS = (*bench.PARTS, "llama")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.cli import main as packtrain
-from packtrain.generation import Generator
-from packtrain.models.file import ModelFile
+from packtrain.cli.main import main as packtrain
+from packtrain.inference.generator import Generator
+from packtrain.models.model_file import ModelFile
 
 TOP, REPLY = 5, 24
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from benchmarks.memory import text
 from benchmarks.pressure import pressed
-from packtrain.memory import parse_size, private_nbytes_of
+from packtrain.common.memory import parse_size, private_nbytes_of
 
 MIB = 1 << 20
 MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")

@@ -20,8 +20,8 @@ import packtrain as pt
 from benchmarks.beside import logits, off, scored, silently
 from benchmarks.watched import packtrain
 from packtrain.gguf import GGUF
-from packtrain.models.file import open_model
-from packtrain.training.measure import Mean
+from packtrain.models.model_file import open_model
+from packtrain.training.model_loss import Mean
 
 TYPES = ("Q4_K_M", "Q3_K_M", "Q2_K")
 UNWEIGHED = (

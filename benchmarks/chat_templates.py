@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+from packtrain.data.chat_template import ChatTemplate
+from packtrain.data.conversations.conversation_renderer import Renderer
+from packtrain.data.conversations.loss_mask import Masker
+from packtrain.data.conversations.messages import Conversation
+from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF, Value
 from packtrain.models.config import Config
-from packtrain.models.file import save_model
-from packtrain.samples.mask import Masker
-from packtrain.samples.messages import Conversation
-from packtrain.samples.render import Renderer
-from packtrain.template import ChatTemplate
-from packtrain.tokenizer import Tokenizer
+from packtrain.models.model_file import save_model
 from tests.architectures import random_weights
 from tests.templates import CHATS
 from tests.test_masks import RECORDS, conversation

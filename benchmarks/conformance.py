@@ -40,10 +40,10 @@ from benchmarks import (
     server_shapes,
 )
 from benchmarks.beside import REPLY, TOP, ask, logits, off, reply, scored, silently
+from packtrain.common.version import __version__
+from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.file import ModelFile, open_model
-from packtrain.tokenizer import Tokenizer
-from packtrain.version import __version__
+from packtrain.models.model_file import ModelFile, open_model
 from tests.architectures import CONFIGS, random_model
 
 LIMITS = {

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.beside import logarithms, logits, scored, silently
-from packtrain.models.adapted import adapted, read_scaled
-from packtrain.models.adapter import write_adapter
-from packtrain.models.file import ModelFile, open_model
+from packtrain.models.adapter_file import write_adapter
+from packtrain.models.model_file import ModelFile, open_model
+from packtrain.models.model_with_adapters import adapted, read_scaled
 from tests.adapters import RANK, random_adapter
 from tests.architectures import CONFIGS, random_model
 from tests.kill import chats

@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks.beside import REPLY, ask, logits, off, reply, scored, silently
 from packtrain.gguf import GGUF, write
 from packtrain.models.config import Config
-from packtrain.models.file import open_model, save_model
-from packtrain.models.mix import MIXES
+from packtrain.models.model_file import open_model, save_model
+from packtrain.models.quant_recipe import MIXES
 from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
 
 EXPERTS, WITH_BF16, OTHERS = "MXFP4_MOE", "MXFP4_MOE and BF16", "Q4_K_M"

@@ -17,13 +17,13 @@ import torch
 import transformers
 from transformers.models.gemma3n import modeling_gemma3n
 
-from packtrain.convert import convert
-from packtrain.generation import Generator
-from packtrain.grad import differentiate
-from packtrain.graph import Graph
-from packtrain.interpreting import interpret
+from packtrain.conversion.hugging_face import convert
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.graph import Graph
+from packtrain.engine.interpreter import interpret
+from packtrain.inference.generator import Generator
 from packtrain.models import transformer
-from packtrain.models.file import ModelFile, open_model
+from packtrain.models.model_file import ModelFile, open_model
 from tests.hugging_face import V, sentencepiece_model
 
 LAST = ("model.norm.weight", "ln_f.weight", "final_layernorm.weight", "embedding_norm.weight")

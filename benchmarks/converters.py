@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.convert import convert
-from packtrain.errors import InputError
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import convert
 from packtrain.gguf import GGUF
 from tests.hugging_face import (
     bpe_tokenizer,

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 import packtrain as pt
-from packtrain import kernels, ops
+from packtrain import kernels
+from packtrain.engine import ops
 
 BATCH, TURNS = 500, 9
 F = torch.nn.functional

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.llama import made
-from packtrain.context import Context
-from packtrain.models.adapted import has_rounded, with_activations
-from packtrain.models.file import open_model
-from packtrain.models.rounding import F32, Q8
+from packtrain.inference.kv_cache import Context
+from packtrain.models.activation_rounding import F32, Q8
+from packtrain.models.model_file import open_model
+from packtrain.models.model_with_adapters import has_rounded, with_activations
 
 WRITTEN = 64  # tokens of a sequence
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import packtrain as pt
 from benchmarks.beside import ask
-from packtrain.embedding import POOLINGS
+from packtrain.inference.embeddings import POOLINGS
 
 TEXTS = [
     "The cat sat on the mat.",

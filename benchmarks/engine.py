@@ -14,9 +14,9 @@ import numpy as np
 
 import packtrain as pt
 from packtrain import kernels
+from packtrain.engine.optim import AdamW, training
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import AdamW, training
 
 
 def seconds(work: Callable[[], object], rounds: int) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root
-from packtrain.models.mix import MIXES
+from packtrain.models.quant_recipe import MIXES
 from tests import hugging_face
 from tests.kill import chats
 

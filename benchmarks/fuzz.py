@@ -22,12 +22,12 @@ from multiprocessing.queues import SimpleQueue
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
-from packtrain.commands import generate, inspect, quantize
+from packtrain.cli import generate, inspect, quantize
+from packtrain.data.chat_template import ChatTemplate, template_source
 from packtrain.gguf import GGUF
-from packtrain.models.file import open_model
-from packtrain.tasks.generate import Generate
-from packtrain.tasks.quantize import Quantize
-from packtrain.template import ChatTemplate, template_source
+from packtrain.models.model_file import open_model
+from packtrain.workflows.quantization import Quantize
+from packtrain.workflows.text_generation import Generate
 from tests import fuzz
 from tests.hostile import header_draft, model_drafts
 

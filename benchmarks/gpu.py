@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 
 from packtrain import kernels
-from packtrain.backends import target
-from packtrain.benching import training
-from packtrain.benching.peer import Peer, PeerFailed
-from packtrain.benching.timing import paired
+from packtrain.common.errors import InputError
+from packtrain.devtools.bench import training
+from packtrain.devtools.bench.peer_process import Peer, PeerFailed
+from packtrain.devtools.bench.timing import paired
 from packtrain.dtypes import PRECISIONS
-from packtrain.errors import InputError
+from packtrain.engine.backends import target
+from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
-from packtrain.models.file import open_model
-from packtrain.quant import dequantize
+from packtrain.models.model_file import open_model
 
 WARM = 3  # steps that do not count: compiling, and tables made once
 LIKE = 0.01  # by how much losses of the first step may differ, relatively

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
-from packtrain.grammar import Grammar
-from packtrain.tokenizer import Tokenizer
+from packtrain.inference.grammar import Grammar
 
 MOST = 1e-3
 JSON = r"""

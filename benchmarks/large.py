@@ -12,19 +12,20 @@ import time
 
 import numpy as np
 
-from packtrain import cost, kernels
-from packtrain.design.budget import planned
-from packtrain.design.plans import make_plans
-from packtrain.design.request import Request
-from packtrain.design.search import search
-from packtrain.design.shape import StepShape
-from packtrain.design.table import choices
-from packtrain.memory import Peak, private_nbytes, settle
+from packtrain import kernels
+from packtrain.common.memory import Peak, private_nbytes, settle
+from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
-from packtrain.optim import AdamW
-from packtrain.speed import measured
-from packtrain.training.engine import Engine
+from packtrain.planner import cost_model
+from packtrain.planner.budget import planned
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import search
+from packtrain.planner.plan_table import choices
+from packtrain.planner.speed_probe import measured
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.training.training_engine import Engine
 
 GIB = 2**30
 TIME = 512
@@ -36,7 +37,7 @@ SHAPES = {
 LIMITS = {"110m": (2.2, 1.0), "1b": (17.0, None)}
 
 
-def decide(name: str, rates: cost.Rates) -> None:
+def decide(name: str, rates: cost_model.Rates) -> None:
     shape, request = StepShape(SHAPES[name], 1, TIME, evaluate=False), Request(AdamW(), rates)
     began = time.perf_counter()
     whole = make_plans(shape, request.optimizer)
@@ -51,7 +52,7 @@ def decide(name: str, rates: cost.Rates) -> None:
     )
 
 
-def run(name: str, rates: cost.Rates) -> None:
+def run(name: str, rates: cost_model.Rates) -> None:
     limit, max_norm = LIMITS[name]
     config, optimizer = SHAPES[name], AdamW()
     settle()

@@ -14,23 +14,23 @@ from typing import Any
 import numpy as np
 
 from packtrain import kernels
-from packtrain.benching.peer import PeerFailed
-from packtrain.benching.products import Counting
-from packtrain.benching.table import Table, Value
-from packtrain.benching.timing import CLOCK, Clock, paired
+from packtrain.common.errors import InputError
+from packtrain.common.events import Events
+from packtrain.data.tokenizer import BYTE, NORMAL, UNKNOWN
+from packtrain.devtools.bench.bench_table import Table, Value
+from packtrain.devtools.bench.peer_process import PeerFailed
+from packtrain.devtools.bench.products import Counting
+from packtrain.devtools.bench.timing import CLOCK, Clock, paired
 from packtrain.dtypes import f16
-from packtrain.errors import InputError
-from packtrain.events import Events
-from packtrain.generation import Generator
 from packtrain.gguf import Value as Entry
+from packtrain.inference.generator import Generator
 from packtrain.kernels.runtime import has
 from packtrain.models import transformer
-from packtrain.models.adapted import has_rounded, with_activations
+from packtrain.models.activation_rounding import F32, Q8
 from packtrain.models.config import PRESETS
-from packtrain.models.file import open_model, save_model
-from packtrain.models.rounding import F32, Q8
-from packtrain.tasks.quantize import Quantize, quantize
-from packtrain.tokenizer import BYTE, NORMAL, UNKNOWN
+from packtrain.models.model_file import open_model, save_model
+from packtrain.models.model_with_adapters import has_rounded, with_activations
+from packtrain.workflows.quantization import Quantize, quantize
 
 PROGRAM = "llama-bench"
 PRESET, TYPES = "110m", ("F16", "Q8_0", "Q4_0", "Q4_K_M")

@@ -21,21 +21,21 @@ import numpy as np
 from benchmarks.torch_llama import Trained, optimizer
 from benchmarks.torch_tuned import Tuned
 from packtrain import kernels
-from packtrain.design.plans import make_plans
-from packtrain.design.request import Request
-from packtrain.design.search import Search
-from packtrain.design.shape import Base, StepShape
+from packtrain.common.memory import Peak, settle
 from packtrain.dtypes import BLOCK_TYPES, Dtype
+from packtrain.engine.optim import AdamW
+from packtrain.engine.tensor import Tensor
 from packtrain.gguf import GGUF, Deferred, write
-from packtrain.memory import Peak, settle
+from packtrain.kernels.quantized_arrays import quantize
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.lora import Lora
-from packtrain.optim import AdamW
-from packtrain.quant import quantize
-from packtrain.speed import measured
-from packtrain.tensor import Tensor
-from packtrain.training.engine import Engine
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import Search
+from packtrain.planner.speed_probe import measured
+from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.training.training_engine import Engine
 
 GIB, MIB = 2**30, 2**20
 LLAMA_8B = Config(128_256, 2048, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False)

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from packtrain.memory import private_nbytes_of
+from packtrain.common.memory import private_nbytes_of
 
 MIB = 2**20
 

@@ -8,17 +8,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from packtrain.memory import Peak, settle
-from packtrain.merging.reading import reading
-from packtrain.merging.write import Merge
-from packtrain.models.adapted import read_scaled
-from packtrain.models.file import ModelFile, open_model
-from packtrain.training.engine import evaluate
-from packtrain.training.job import Job
-from packtrain.training.measure import losses_of
-from packtrain.training.samples import SampleBatches
-from packtrain.training.tune import build_job
-from packtrain.training.tune_settings import TuneSettings
+from packtrain.common.memory import Peak, settle
+from packtrain.conversion.calibration.calibration_inputs import reading
+from packtrain.conversion.calibration.merge_writer import Merge
+from packtrain.models.model_file import ModelFile, open_model
+from packtrain.models.model_with_adapters import read_scaled
+from packtrain.training.finetune_job import build_job
+from packtrain.training.finetune_settings import TuneSettings
+from packtrain.training.model_loss import losses_of
+from packtrain.training.sample_batches import SampleBatches
+from packtrain.training.training_engine import evaluate
+from packtrain.training.training_job import Job
 
 MIB = 1 << 20
 

@@ -18,8 +18,8 @@ import numpy as np
 
 import packtrain as pt
 from examples.mnist import BATCH, CHANNELS, CLASSES, HIDDEN, NETS, SIDE, digits
-from packtrain.benching.peer import Peer
-from packtrain.benching.timing import Stepped, paired, stepping
+from packtrain.devtools.bench.peer_process import Peer
+from packtrain.devtools.bench.timing import Stepped, paired, stepping
 
 RATE, LEARNT = 1e-3, 57_000
 WARM = 2  # epochs that do not count

@@ -27,17 +27,17 @@ import numpy as np
 import packtrain as pt
 from benchmarks.online import best_fit
 from packtrain import kernels
-from packtrain.errors import InputError
-from packtrain.files import atomic_file, check_writable, existing
+from packtrain.common.errors import InputError
+from packtrain.common.files import atomic_file, check_writable, existing
+from packtrain.engine.memory_plan import size_text
+from packtrain.engine.memory_plan.lifetimes import storages
+from packtrain.engine.optim import AdamW, training
+from packtrain.engine.packing import Packing, clash, height, lower_bound, packings
+from packtrain.engine.placement import Placed
+from packtrain.engine.step import Step
+from packtrain.engine.tensor import Call, Tensor
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
-from packtrain.optim import AdamW, training
-from packtrain.packing import Packing, clash, height, lower_bound, packings
-from packtrain.placing import Placed
-from packtrain.planning import size_text
-from packtrain.planning.lifetimes import storages
-from packtrain.steps import Step
-from packtrain.tensor import Call, Tensor
 
 PROBLEMS = Path(__file__).parent.parent.parent / "shared/data/minimalloc/challenging"
 COLUMNS = ("id", "lower", "upper", "size")

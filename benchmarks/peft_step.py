@@ -23,14 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from packtrain import kernels
-from packtrain.benching import training
-from packtrain.benching.peer import Peer
-from packtrain.benching.table import Table
-from packtrain.benching.timing import Side, Stepped, paired, stepping
+from packtrain.common.memory import parse_size
+from packtrain.devtools.bench import training
+from packtrain.devtools.bench.bench_table import Table
+from packtrain.devtools.bench.peer_process import Peer
+from packtrain.devtools.bench.timing import Side, Stepped, paired, stepping
+from packtrain.engine.optim import AdamW
 from packtrain.kernels.runtime import has
-from packtrain.memory import parse_size
-from packtrain.models.file import open_model
-from packtrain.optim import AdamW
+from packtrain.models.model_file import open_model
 
 ROOT = Path(__file__).parent.parent
 PARTS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"

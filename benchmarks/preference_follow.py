@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.watched import packtrain
-from packtrain.events import Events
-from packtrain.tasks.chat import Chat, Talk
+from packtrain.common.events import Events
+from packtrain.workflows.chat_session import Chat, Talk
 
 SETTINGS = "--loss dpo --sft-weight 1 --beta 0.3 --lr 5e-5 --iters 24 --lora-rank 8"
 USUAL = "--batch-size 2 --ctx 192 --val-split 0 --no-tensorboard --overwrite --seed 1"

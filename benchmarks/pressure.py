@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.watched import watched
+from packtrain.common.memory import parse_size, private_nbytes_of
 from packtrain.kernels.runtime import cache_root
-from packtrain.memory import parse_size, private_nbytes_of
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask
 from tests.servers import serve

@@ -22,8 +22,8 @@ import llama_cpp
 
 from benchmarks.tokenizers import Theirs, texts
 from packtrain import gguf
-from packtrain.tokenizer import Tokenizer
-from packtrain.tokenizer.rules import ROWS, RULES
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.data.tokenizer.split_rules import ROWS, RULES
 from tests.vocabularies import PIECES, checksum, drawn, joining, pieces
 
 GOLDEN, RECORDED = Path("tests/goldens/pretokenizers.json"), 24  # texts

@@ -25,8 +25,8 @@ from benchmarks.llama import made
 from packtrain import kernels
 from packtrain.dtypes import Dtype
 from packtrain.gguf import GGUF, write
-from packtrain.models.mix import MIXES, quantizable
-from packtrain.quant import dequantize, quantize
+from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.models.quant_recipe import MIXES, quantizable
 
 ROUNDS = 3
 

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packtrain.cli import main as packtrain
-from packtrain.design.sharing import last_arrival
+from packtrain.cli.main import main as packtrain
 from packtrain.gguf import GGUF
-from packtrain.training import sums
-from packtrain.watch import metrics
+from packtrain.planner.rank_exchange import last_arrival
+from packtrain.training import gradient_sums
+from packtrain.training.monitoring import metrics_file
 from tests.hosts import hosts
 from tests.kill import words
 from tests.ranked import by_hand, done, same, train
@@ -46,10 +46,10 @@ def command(folder: Path, name: str, given: argparse.Namespace) -> list[str]:
 
 def rank(arguments: Sequence[str]) -> int:
     """A run as packtrain carries it out, with a line for each step in $TIMES: when buckets left, and all were there."""
-    leaving, end, began = sums.Exchanged.leaving, sums.Exchanged.end, [0.0]
+    leaving, end, began = gradient_sums.Exchanged.leaving, gradient_sums.Exchanged.end, [0.0]
     sent = list[tuple[float, int]]()
 
-    def noted_leaving(self: sums.Exchanged) -> Any:
+    def noted_leaving(self: gradient_sums.Exchanged) -> Any:
         began[0], send = time.perf_counter(), leaving(self)
         sent.clear()
 
@@ -63,7 +63,7 @@ def rank(arguments: Sequence[str]) -> int:
 
         return noted
 
-    def noted_end(self: sums.Exchanged, loss: Any) -> None:
+    def noted_end(self: gradient_sums.Exchanged, loss: Any) -> None:
         now = time.perf_counter() - began[0]
         for _, bucket in self.buckets[self.sent :]:
             sent.append((now, sum(t.spec.size for t in bucket)))
@@ -72,7 +72,7 @@ def rank(arguments: Sequence[str]) -> int:
         with open(os.environ["TIMES"] + os.environ.get("RANK", "0"), "a") as file:
             print(json.dumps({"sent": sent, "computed": now, "arrived": arrived}), file=file)
 
-    sums.Exchanged.leaving, sums.Exchanged.end = noted_leaving, noted_end  # type: ignore[method-assign]
+    gradient_sums.Exchanged.leaving, gradient_sums.Exchanged.end = noted_leaving, noted_end  # type: ignore[method-assign]
     return packtrain(arguments)
 
 
@@ -134,7 +134,7 @@ def predict(given: argparse.Namespace) -> None:
 
 
 def measured(folder: Path) -> float:
-    ends = [r["seconds"] for r in metrics.read(folder / "metrics.jsonl") if "loss" in r]
+    ends = [r["seconds"] for r in metrics_file.read(folder / "metrics.jsonl") if "loss" in r]
     return statistics.median(b - a for a, b in zip(ends[BEGUN:], ends[BEGUN + 1 :], strict=False))
 
 

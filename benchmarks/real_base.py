@@ -17,9 +17,9 @@ from benchmarks.conformance_adapters import LIMITS as LOGARITHMS
 from benchmarks.conformance_adapters import POSITIONS, SURE
 from benchmarks.perplexity import LIMITS, ours, theirs
 from benchmarks.watched import Watched, packtrain
+from packtrain.common.memory import parse_size
 from packtrain.gguf import GGUF
-from packtrain.memory import parse_size
-from packtrain.models.file import open_model
+from packtrain.models.model_file import open_model
 from tests.kill import Kind, survive
 
 MIB = 1 << 20

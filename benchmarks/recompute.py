@@ -17,18 +17,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from packtrain import cost
-from packtrain.design.estimate import chain
-from packtrain.design.request import Request
-from packtrain.design.shape import StepShape
+from packtrain.engine.executor import Executor, Session
+from packtrain.engine.memory_plan import Buffer, Plan, make_plan
+from packtrain.engine.optim import SGD
+from packtrain.engine.placement import Placed, place
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
-from packtrain.optim import SGD
-from packtrain.placing import Placed, place
-from packtrain.planning import Buffer, Plan, make_plan
-from packtrain.recompute import Choice
-from packtrain.run import Executor, Session
-from packtrain.speed import measured
+from packtrain.planner import cost_model
+from packtrain.planner.checkpointing import Choice
+from packtrain.planner.estimate import chain
+from packtrain.planner.plan_request import Request
+from packtrain.planner.speed_probe import measured
+from packtrain.planner.step_shape import StepShape
 
 BUDGETS = (80, 60, 50, 40, 30, 20, 10, 5)
 MIB = 2**20
@@ -83,7 +83,7 @@ def measure(name: str, time_: int, rounds: int) -> None:
     whole = session.executor(everything, plan)
     transformer.initialise(config, 0, session.fill)
     expected = whole(inputs)
-    step_seconds = cost.seconds(everything, request.rates)
+    step_seconds = cost_model.seconds(everything, request.rates)
     base = min(seconds(whole, inputs) for _ in range(3))
     print(f"{name}, 1 × {time_}: keeps everything in {keeping / MIB:.1f} MiB, of which activations "
           f"{activations / MIB:.1f} MiB; {base:.3f} s a step")  # fmt: skip

@@ -1,6 +1,6 @@
 """llama.cpp's samplers, for benchmarks.peer: tokens drawn by chains that are built as its own programs build them.
 
-Settings have llama.cpp's names, as in packtrain.sampling.settings; `samplers` is the order.
+Settings have llama.cpp's names, as in packtrain.inference.sampling.sampling_settings; `samplers` is the order.
 """
 
 import ctypes

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.beside import ask
-from packtrain.generation import chain_of
+from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
-from packtrain.sampling import Sampling
-from packtrain.tokenizer import Tokenizer
+from packtrain.inference.generator import chain_of
+from packtrain.inference.sampling import Sampling
 from tests.architectures import random_model
 
 DRAWS, ROWS, LEAST, FEWEST = 20_000, 300, 1e-4, 10

@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.llama import PRESET, vocabulary
-from packtrain.events import Events
+from packtrain.common.events import Events
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
-from packtrain.models.file import open_model, save_model
-from packtrain.tasks.quantize import Quantize, quantize
+from packtrain.models.model_file import open_model, save_model
+from packtrain.workflows.quantization import Quantize, quantize
 
 CLIENTS, TOKENS, LONG, SHORT, CONTEXT = 8, 64, 4000, 20, 8192
 READY = 300.0  # seconds until a server must answer

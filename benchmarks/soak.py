@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.serving import serving
-from packtrain.memory import parse_size, private_nbytes_of
+from packtrain.common.memory import parse_size, private_nbytes_of
 
 KEY = "soak-key"
 WORDS = "once", "upon", "a", "time", "there", "was", "little", "girl", "who"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import packtrain as pt
-from packtrain.memory import private_nbytes, settle
+from packtrain.common.memory import private_nbytes, settle
 from tests.architectures import random_model
 
 # seconds until memory is measured, and bytes that arrays of other sizes may leave

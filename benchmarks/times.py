@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from packtrain.watch import metrics
+from packtrain.training.monitoring import metrics_file
 
 SHARED = Path(__file__).parents[2] / "shared/data"
 VOCABULARY = SHARED / "tokenizers/ggml-vocab/ggml-vocab-llama-spm.gguf"
@@ -35,7 +35,7 @@ def packtrain(*arguments: object) -> None:
 def times(output: Path) -> tuple[float, float]:
     """Seconds of a step: as planned, and the median of all steps but the first."""
     folder = output.with_suffix(".run")
-    records = metrics.read(folder / "metrics.jsonl")
+    records = metrics_file.read(folder / "metrics.jsonl")
     ends = [r["seconds"] for r in records if "loss" in r]
     took = statistics.median(b - a for a, b in itertools.pairwise(ends))
     return json.loads((folder / "plan.json").read_text())["seconds_per_step"], took

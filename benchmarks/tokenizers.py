@@ -18,8 +18,8 @@ from pathlib import Path
 
 import llama_cpp
 
+from packtrain.data.tokenizer import NORMAL, Tokenizer, encode_all
 from packtrain.gguf import GGUF
-from packtrain.tokenizer import NORMAL, Tokenizer, encode_all
 
 UNITS = (
     *"aBcDeZ  \n\t\r0123456789.,!?/-_=$+<>^~|`\"'",

@@ -2,9 +2,9 @@
 
 from benchmarks.torch_llama import Llama, Trained, optimizer
 from packtrain import kernels
-from packtrain.benching.ops import BACK, FORWARD
-from packtrain.benching.timing import burst, stepping
-from packtrain.benching.training import LR, MAX_NORM, ROWS, batch_of
+from packtrain.devtools.bench.bench_ops import BACK, FORWARD
+from packtrain.devtools.bench.timing import burst, stepping
+from packtrain.devtools.bench.training import LR, MAX_NORM, ROWS, batch_of
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 

@@ -18,18 +18,18 @@ from pathlib import Path
 import numpy as np
 
 from packtrain import kernels
-from packtrain.commands.shown import Shown
-from packtrain.design.plans import make_plans
-from packtrain.memory import private_nbytes
+from packtrain.cli.event_output import Shown
+from packtrain.common.memory import private_nbytes
+from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
-from packtrain.optim import AdamW
-from packtrain.training.engine import Engine
-from packtrain.training.fit import Fit
-from packtrain.training.job import Job, build_job
-from packtrain.training.settings import TrainSettings
-from packtrain.watch import METRICS, Watch
-from packtrain.watch.metrics import read
+from packtrain.planner.training_plans import make_plans
+from packtrain.training.monitoring import METRICS, Watch
+from packtrain.training.monitoring.metrics_file import read
+from packtrain.training.train_settings import TrainSettings
+from packtrain.training.training_engine import Engine
+from packtrain.training.training_job import Job, build_job
+from packtrain.training.training_loop import Fit
 
 REPORT_EVERY = 100
 OTHER = 1_000_003  # between the seeds of the two sides' initial values

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from packtrain.memory import private_nbytes_of
+from packtrain.common.memory import private_nbytes_of
 
 SAMPLE_SECONDS = 0.005
 

@@ -11,9 +11,9 @@ import numpy as np
 
 import packtrain as pt
 from packtrain.models import transformer
-from packtrain.models.cache import Cells
-from packtrain.models.cached import Cache, generation
+from packtrain.models.cached_transformer import Cache, generation
 from packtrain.models.config import Config
+from packtrain.models.kv_cell_table import Cells
 from packtrain.models.lora import A, Lora
 
 LEVELS, PERIOD, TIME, ROWS, GIVEN = 16, 19.0, 64, 16, 8

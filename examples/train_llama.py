@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 import packtrain as pt
+from packtrain.engine.optim import AdamW, training
 from packtrain.models import transformer
-from packtrain.models.cache import Cells
-from packtrain.models.cached import Cache, generation
+from packtrain.models.cached_transformer import Cache, generation
 from packtrain.models.config import Config
-from packtrain.optim import AdamW, training
+from packtrain.models.kv_cell_table import Cells
 
 ROWS, TIME, STEPS, CELLS = 8, 64, 120, 128
 

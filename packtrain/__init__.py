@@ -10,30 +10,13 @@ import importlib
 import importlib.util
 import typing
 
-from packtrain.debug import debug
-from packtrain.errors import DoesNotFit, InputError
-from packtrain.version import __version__
+from packtrain.common.debug import debug
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.version import __version__
 
 if typing.TYPE_CHECKING:
-    from packtrain import backends, dtypes, ops
-    from packtrain.context import CacheFull, Context, ContextError
-    from packtrain.dtypes import bf16, f16, f32, f64, i32, i64, u8
-    from packtrain.fitting import (
-        Callbacks,
-        Dataset,
-        Fitted,
-        Model,
-        Result,
-        Trainer,
-        epoch,
-        fit,
-        load,
-        save,
-    )
-    from packtrain.grad import differentiate
-    from packtrain.graph import Graph
-    from packtrain.interpreting import interpret
-    from packtrain.library import (
+    from packtrain import dtypes
+    from packtrain.api import (
         chat,
         choose,
         compare,
@@ -47,13 +30,17 @@ if typing.TYPE_CHECKING:
         start,
         train,
     )
-    from packtrain.ops import *  # noqa: F403
-    from packtrain.optim import LBFGS, SGD, AdamW, Muon
-    from packtrain.placing import Placed, place
-    from packtrain.planning import Plan, PlanError, least_order, make_plan, verify
-    from packtrain.run import Executor, RunError, Session, Stopped
-    from packtrain.sampling import Chain, Sampling
-    from packtrain.tensor import (
+    from packtrain.dtypes import bf16, f16, f32, f64, i32, i64, u8
+    from packtrain.engine import backends, ops
+    from packtrain.engine.autodiff import differentiate
+    from packtrain.engine.executor import Executor, RunError, Session, Stopped
+    from packtrain.engine.graph import Graph
+    from packtrain.engine.interpreter import interpret
+    from packtrain.engine.memory_plan import Plan, PlanError, least_order, make_plan, verify
+    from packtrain.engine.ops import *  # noqa: F403
+    from packtrain.engine.optim import LBFGS, SGD, AdamW, Muon
+    from packtrain.engine.placement import Placed, place
+    from packtrain.engine.tensor import (
         GraphError,
         Op,
         Spec,
@@ -64,6 +51,20 @@ if typing.TYPE_CHECKING:
         op,
         state,
         weight,
+    )
+    from packtrain.inference.kv_cache import CacheFull, Context, ContextError
+    from packtrain.inference.sampling import Chain, Sampling
+    from packtrain.training.generic import (
+        Callbacks,
+        Dataset,
+        Fitted,
+        Model,
+        Result,
+        Trainer,
+        epoch,
+        fit,
+        load,
+        save,
     )
 
     __all__ = [
@@ -78,35 +79,36 @@ if typing.TYPE_CHECKING:
     ]  # fmt: skip
 
 _LATE = {
-    "library": (
+    "api": (
         "chat", "choose", "compare", "embed", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start",
         "train",
     ),
-    "context": ("CacheFull", "Context", "ContextError"),
-    "fitting": (
+    "inference.kv_cache": ("CacheFull", "Context", "ContextError"),
+    "training.generic": (
         "Callbacks", "Dataset", "Fitted", "Model", "Result", "Trainer", "epoch", "fit", "load", "save",
     ),
-    "optim": ("LBFGS", "SGD", "AdamW", "Muon"),
+    "engine.optim": ("LBFGS", "SGD", "AdamW", "Muon"),
     "dtypes": ("bf16", "f16", "f32", "f64", "i32", "i64", "u8"),
-    "grad": ("differentiate",),
-    "graph": ("Graph",),
-    "interpreting": ("interpret",),
-    "placing": ("Placed", "place"),
-    "planning": ("Plan", "PlanError", "least_order", "make_plan", "verify"),
-    "run": ("Executor", "RunError", "Session", "Stopped"),
-    "sampling": ("Chain", "Sampling"),
-    "tensor": (
+    "engine.autodiff": ("differentiate",),
+    "engine.graph": ("Graph",),
+    "engine.interpreter": ("interpret",),
+    "engine.placement": ("Placed", "place"),
+    "engine.memory_plan": ("Plan", "PlanError", "least_order", "make_plan", "verify"),
+    "engine.executor": ("Executor", "RunError", "Session", "Stopped"),
+    "inference.sampling": ("Chain", "Sampling"),
+    "engine.tensor": (
         "GraphError", "Op", "Spec", "Tensor", "constant", "input", "named", "op", "state", "weight",
     ),
 }  # fmt: skip
 _THERE = ("DoesNotFit", "InputError", "__version__", "backends", "debug", "dtypes", "ops")
+_FOLDERS = {"backends": "packtrain.engine.backends", "ops": "packtrain.engine.ops"}
 
 
 def _names() -> list[str]:
     """All that is public, in ruff's order, and then the ops."""
     names = [*_THERE, *(name for late in _LATE.values() for name in late)]
     names.sort(key=lambda name: (not name.isupper(), name))
-    return [*names, *importlib.import_module("packtrain.ops").__all__]
+    return [*names, *importlib.import_module("packtrain.engine.ops").__all__]
 
 
 def __dir__() -> list[str]:
@@ -119,9 +121,10 @@ def __getattr__(name: str) -> typing.Any:
         return _names()
     home = next((module for module, names in _LATE.items() if name in names), None)
     if home is None and not name.startswith("_"):
-        if importlib.util.find_spec(f"packtrain.{name}"):
-            return importlib.import_module(f"packtrain.{name}")
-        home = "ops"
+        folder = _FOLDERS.get(name, f"packtrain.{name}")
+        if importlib.util.find_spec(folder):
+            return importlib.import_module(folder)
+        home = "engine.ops"
     found = getattr(importlib.import_module(f"packtrain.{home}"), name, None) if home else None
     if found is None:
         raise AttributeError(f"module 'packtrain' has no attribute {name!r}")

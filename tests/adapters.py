@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.adapter_file import Adapter, write_adapter
 from packtrain.models.arch.architecture import is_matrix
-from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING, fitting
+from packtrain.models.model_file import ModelFile
 
 RANK, ALPHA = 4, 6.0
 

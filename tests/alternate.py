@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packtrain import Executor, Session, backends, kernels
+from packtrain import Executor, Session, kernels
+from packtrain.engine import backends
+from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
 from tests.models import batch, bind, evaluation, steps, values
 
 CONFIG = Config(300, 64, 64, 2, 160, 4, 2)

@@ -13,9 +13,9 @@ import numpy as np
 from packtrain.gguf import Value
 from packtrain.models import transformer
 from packtrain.models.arch.gpt_oss import ALL_BIASES
-from packtrain.models.arch.sizes import Scan
+from packtrain.models.arch.size_fields import Scan
 from packtrain.models.config import Config, RopeScaling
-from packtrain.models.file import save_model
+from packtrain.models.model_file import save_model
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 WORDS = ("\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "the", "\u2581the", "\n")

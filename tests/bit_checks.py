@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 
 import packtrain as pt
-from packtrain import backends, kernels, ops
-from packtrain.backends import Backend
-from packtrain.backends.torch import seen
-from packtrain.checking.gradients import dense, gradients
-from packtrain.checking.running import run
-from packtrain.checking.samples import (
+from packtrain import kernels
+from packtrain.devtools.check.gradients import dense, gradients
+from packtrain.devtools.check.op_samples import (
     Values,
     constants,
     free,
@@ -22,7 +19,11 @@ from packtrain.checking.samples import (
     samples,
     values,
 )
-from packtrain.tensor import OPS, Call, Tensor
+from packtrain.devtools.check.running import run
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import Backend
+from packtrain.engine.backends.torch_backend import seen
+from packtrain.engine.tensor import OPS, Call, Tensor
 from tests.checks import NO_GRADIENT, all_close, close, same_bits
 
 OWN_ORDER = {

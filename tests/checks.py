@@ -1,4 +1,4 @@
-"""The checks of packtrain.checking as assertions, and comparisons of results.
+"""The checks of packtrain.devtools.check as assertions, and comparisons of results.
 
 Checks are functions of an op's name that raise AssertionError. Tests run them over the registry; planted faults show
 that each can fail. See also bit_checks.
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from packtrain import backends
-from packtrain.checking.cases import Found, checked_slopes, checked_values
-from packtrain.checking.gradients import off_slope, slope
-from packtrain.checking.running import TOLERANCE, apart, execute, limit, run
-from packtrain.checking.samples import Values, values
+from packtrain.devtools.check.check_cases import Found, checked_slopes, checked_values
+from packtrain.devtools.check.gradients import off_slope, slope
+from packtrain.devtools.check.op_samples import Values, values
+from packtrain.devtools.check.running import TOLERANCE, apart, execute, limit, run
+from packtrain.engine import backends
 
 __all__ = ["Values", "execute", "run", "slope", "values"]
 

@@ -17,11 +17,11 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from packtrain.events import Events  # noqa: E402
-from packtrain.serving.app import app  # noqa: E402
-from packtrain.serving.listen import bound, listener  # noqa: E402
-from packtrain.serving.server import Server  # noqa: E402
-from packtrain.tasks.serve import Serve, load  # noqa: E402
+from packtrain.common.events import Events  # noqa: E402
+from packtrain.serving.http_app import app  # noqa: E402
+from packtrain.serving.http_listener import bound, listener  # noqa: E402
+from packtrain.serving.server_state import Server  # noqa: E402
+from packtrain.workflows.model_server import Serve, load  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 
 ASK: list[Any] = [{"role": "user", "content": "the a"}]

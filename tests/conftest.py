@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import packtrain.optim  # noqa: F401  its ops are tested as all others
-from packtrain.child import SELDOM
+import packtrain.engine.optim  # noqa: F401  its ops are tested as all others
+from packtrain.common.child_process import SELDOM
 from tests.browser import browser_path
 from tests.real import BASE
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
-from packtrain.tensor import OPS
+from packtrain.engine.tensor import OPS
 from tests import bit_checks, checks, plan_checks
 
 Check = Callable[[], object]

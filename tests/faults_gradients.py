@@ -7,9 +7,9 @@ import numpy as np
 from pytest import MonkeyPatch
 
 import packtrain as pt
-from packtrain import grad, ops
-from packtrain.ops import loss
-from packtrain.tensor import OPS
+from packtrain.engine import autodiff, ops
+from packtrain.engine.ops import loss
+from packtrain.engine.tensor import OPS
 from tests.faults import around, fault, gradient, recomputed, slopes, vjp
 from tests.test_recompute import test_a_higher_rank_is_less_memory_and_more_work
 
@@ -149,7 +149,7 @@ def get_rows_that_shifts_its_ids_in_backward(patch: MonkeyPatch) -> None:
 
 @fault("gradient", slopes)
 def a_gradient_that_replaces_the_earlier_one(patch: MonkeyPatch) -> None:
-    patch.setattr(grad, "add", lambda before, d: d)
+    patch.setattr(autodiff, "add", lambda before, d: d)
 
 
 @fault("gradient", slopes)
@@ -165,12 +165,12 @@ def a_folded_gradient_that_loses_the_earlier_one(patch: MonkeyPatch) -> None:
 
         return forgets
 
-    around(patch, grad._Backward, "_fold", wrong)
+    around(patch, autodiff._Backward, "_fold", wrong)
 
 
 @fault("gradient", slopes)
 def a_folded_gradient_that_counts_twice(patch: MonkeyPatch) -> None:
-    around(patch, grad._Backward, "_fold", lambda fold: lambda *given: fold(*given) and set())
+    around(patch, autodiff._Backward, "_fold", lambda fold: lambda *given: fold(*given) and set())
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------
@@ -187,12 +187,12 @@ def recomputation_from_values_that_were_not_kept(patch: MonkeyPatch) -> None:
 
         return stale
 
-    around(patch, grad._Recompute, "_again", wrong)
+    around(patch, autodiff._Recompute, "_again", wrong)
 
 
 @fault("recomputation", recomputed)
 def recomputation_of_nothing(patch: MonkeyPatch) -> None:
-    patch.setattr(grad._Recompute, "kept", lambda self, t: True)
+    patch.setattr(autodiff._Recompute, "kept", lambda self, t: True)
 
 
 @fault("recomputation", recomputed)
@@ -208,12 +208,12 @@ def dropout_of_other_elements_when_recomputed(patch: MonkeyPatch) -> None:
 
         return other
 
-    around(patch, grad._Recompute, "_again", wrong)
+    around(patch, autodiff._Recompute, "_again", wrong)
 
 
 @fault("recomputation", test_a_higher_rank_is_less_memory_and_more_work)
 def values_of_a_low_rank_that_stay_for_ever(patch: MonkeyPatch) -> None:
-    patch.setattr(grad._Recompute, "rank", lambda self, t: self.deepest)
+    patch.setattr(autodiff._Recompute, "rank", lambda self, t: self.deepest)
 
 
 @fault("recomputation", recomputed, raised=pt.GraphError)
@@ -224,7 +224,7 @@ def recomputation_of_a_write(patch: MonkeyPatch) -> None:
             and not (not self.all and t.call and t.call.op.writes and t.call.serial <= self.tail)
         )
 
-    around(patch, grad._Recompute, "kept", wrong)
+    around(patch, autodiff._Recompute, "kept", wrong)
 
 
 @fault("gradient", slopes)
@@ -238,4 +238,4 @@ def a_gradient_that_is_used_before_it_is_complete(patch: MonkeyPatch) -> None:
             done.setdefault(last.get(t), []).append(t)
         return done
 
-    patch.setattr(grad._Backward, "_first_uses", wrong)
+    patch.setattr(autodiff._Backward, "_first_uses", wrong)

@@ -8,9 +8,9 @@ from pytest import MonkeyPatch
 
 import packtrain as pt
 from packtrain import kernels
-from packtrain.ops.arrays import floats
-from packtrain.quant import dequantize, quantize
-from packtrain.tensor import OPS
+from packtrain.engine.ops.arrays import floats
+from packtrain.engine.tensor import OPS
+from packtrain.kernels.quantized_arrays import dequantize, quantize
 from tests import bit_checks
 from tests.faults import Change, fault, graphs, in_place, kernel, poisoned, value
 

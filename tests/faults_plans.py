@@ -10,17 +10,17 @@ from pytest import MonkeyPatch
 
 import packtrain as pt
 from benchmarks import online
-from packtrain import overlap
-from packtrain.backends import caching
-from packtrain.backends.host import Host
-from packtrain.copies import Copies
-from packtrain.ops import shape
-from packtrain.packing import pack
-from packtrain.placing import Placed
-from packtrain.planning import Plan, lifetimes
-from packtrain.recompute import block
-from packtrain.run import Executor, Session
-from packtrain.steps import ARRIVE
+from packtrain.engine import transfer_overlap
+from packtrain.engine.backends import cuda_caching
+from packtrain.engine.backends.host import Host
+from packtrain.engine.executor import Executor, Session
+from packtrain.engine.memory_plan import Plan, lifetimes
+from packtrain.engine.ops import shape
+from packtrain.engine.packing import pack
+from packtrain.engine.placement import Placed
+from packtrain.engine.step import ARRIVE
+from packtrain.engine.transfers import Copies
+from packtrain.planner.checkpointing import block_costs
 from tests import bit_checks, plan_checks, pool_checks, search_checks, stream_checks
 from tests.faults import (
     around,
@@ -34,9 +34,9 @@ from tests.faults import (
 )  # fmt: skip
 
 # the functions of the same names hide these modules
-packing = importlib.import_module("packtrain.packing.pack")
-planning = importlib.import_module("packtrain.planning.plan")
-verifying = importlib.import_module("packtrain.planning.verify")
+packing = importlib.import_module("packtrain.engine.packing.pack")
+planning = importlib.import_module("packtrain.engine.memory_plan.memory_plan")
+verifying = importlib.import_module("packtrain.engine.memory_plan.plan_verifier")
 
 # ---- views and places ------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ def travelling(patch: MonkeyPatch, change: Any) -> None:
 
         return wrong
 
-    around(patch, overlap, "_ways", changed)
+    around(patch, transfer_overlap, "_ways", changed)
 
 
 @fault("place", stream_checks.check_early, stream_checks.check_verified)
@@ -309,17 +309,17 @@ def what_kernels_take_beside_workspaces_not_counted(patch: MonkeyPatch) -> None:
 
 @fault("planner", pool_checks.check_rules)
 def free_blocks_of_a_segment_that_are_not_joined(patch: MonkeyPatch) -> None:
-    patch.setattr(caching.Caching, "drop", lambda self, block: setattr(block, "free", True))
+    patch.setattr(cuda_caching.Caching, "drop", lambda self, block: setattr(block, "free", True))
 
 
 @fault("planner", pool_checks.check_rules, pool_checks.check_pool)
 def tensors_of_a_pool_that_are_not_rounded(patch: MonkeyPatch) -> None:
-    patch.setattr(caching, "rounded", lambda nbytes, to: nbytes)
+    patch.setattr(cuda_caching, "rounded", lambda nbytes, to: nbytes)
 
 
 @fault("planner", pool_checks.check_pool)
 def a_pool_without_a_segment_for_all_at_once(patch: MonkeyPatch) -> None:
-    patch.setattr(caching, "room_nbytes", lambda traces: 0)
+    patch.setattr(cuda_caching, "room_nbytes", lambda traces: 0)
 
 
 @fault("planner", verified, poisoned)
@@ -423,4 +423,4 @@ def a_block_that_begins_with_its_first_part_before_the_one_above_has_ended(
 
         return early
 
-    around(patch, block, "backward_steps", wrong)
+    around(patch, block_costs, "backward_steps", wrong)

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.errors import LONGEST, InputError
+from packtrain.common.errors import LONGEST, InputError
 from packtrain.gguf import GGUF
-from packtrain.gguf.format import KINDS, NUMERIC, TYPES
+from packtrain.gguf.gguf_format import KINDS, NUMERIC, TYPES
 
 SECONDS = 10.0
 STRING, ARRAY = KINDS.index("string"), KINDS.index("array")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
 from tests.models import CONFIG, batch, values
 
 FOLDER = Path(__file__).parent / "goldens"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.data.tokenizer.bpe import ALPHABET
 from packtrain.dtypes import BLOCK_TYPES, bf16
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.kernels.quantized_arrays import quantize
+from packtrain.models.adapter_file import Adapter, write_adapter
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.config import RopeScaling
-from packtrain.models.file import save_model
-from packtrain.quant import quantize
-from packtrain.tokenizer.bpe import ALPHABET
+from packtrain.models.model_file import save_model
 from tests.architectures import vocabulary
 from tests.fuzz import Draft
 from tests.models import values

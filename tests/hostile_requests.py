@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from packtrain.serving.app import app
-from packtrain.serving.asked import FIELDS
+from packtrain.serving.http_app import app
+from packtrain.serving.json_fields import FIELDS
 
 HOLE = "@hole@"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

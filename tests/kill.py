@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.gguf import GGUF
-from packtrain.watch import metrics
+from packtrain.training.monitoring import metrics_file
 from tests.architectures import random_model
 
 TINY = [
@@ -115,7 +115,7 @@ def survive(folder: Path, kills: int, seed: int, made: Kind = KINDS["train"]) ->
             wait_for_more(seen, life)
             time.sleep(rng.uniform(0, 0.4))
         assert not ended(life)
-    steps = max((record["step"] for record in metrics.read(seen)), default=0) + 10
+    steps = max((record["step"] for record in metrics_file.read(seen)), default=0) + 10
     for name in ("killed", "alone"):
         run(made.command(folder, name, steps))
     same(folder, made.results)
@@ -181,7 +181,7 @@ def equal(*paths: Path) -> bool:
 
 def without_times(path: Path) -> list[dict[str, float]]:
     """All steps of a run, less what a clock says."""
-    steps = (record for record in metrics.read(path) if record.get("event") != "end")
+    steps = (record for record in metrics_file.read(path) if record.get("event") != "end")
     return [{key: value for key, value in r.items() if key not in TIMES} for r in steps]
 
 

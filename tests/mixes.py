@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.conversion.calibration.importance import Importance, save
 from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUF, Value, write
-from packtrain.merging.importance import Importance, save
-from packtrain.models.mix import MIXES
+from packtrain.models.quant_recipe import MIXES
 
 RECORD = Path(__file__).parent / "goldens" / "mixes.json.gz"
 ROWS = 2  # of every matrix: types depend on names, widths and metadata only

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from packtrain import Executor, Graph, Session, backends, differentiate, place
-from packtrain.backends import Target
+from packtrain import Executor, Graph, Session, differentiate, place
 from packtrain.dtypes import i32
+from packtrain.engine import backends
+from packtrain.engine.backends import Target
+from packtrain.engine.optim import AdamW, training
+from packtrain.engine.tensor import input
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import AdamW, training
-from packtrain.tensor import input
 
 CONFIG = Config(
     vocab_size=50,

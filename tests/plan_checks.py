@@ -10,13 +10,13 @@ import numpy as np
 
 import packtrain as pt
 from benchmarks.online import best_fit
-from packtrain import backends, ops
-from packtrain.backends import Host, Target
-from packtrain.packing import height, lower_bound
-from packtrain.placing import BARRIER
-from packtrain.planning.order import needed_before
-from packtrain.planning.plan import Packer, Plan
-from packtrain.tensor import Tensor
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import Host, Target
+from packtrain.engine.memory_plan.memory_order import needed_before
+from packtrain.engine.memory_plan.memory_plan import Packer, Plan
+from packtrain.engine.packing import height, lower_bound
+from packtrain.engine.placement import BARRIER
+from packtrain.engine.tensor import Tensor
 from tests import checks
 from tests.random_graphs import Case, random_case
 

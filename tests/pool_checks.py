@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import packtrain as pt
-from packtrain.backends import Host, Made, Target
-from packtrain.backends.caching import Caching, buffers_nbytes, pool_nbytes
-from packtrain.placing import place
-from packtrain.planning import make_plan
+from packtrain.engine.backends import Host, Made, Target
+from packtrain.engine.backends.cuda_caching import Caching, buffers_nbytes, pool_nbytes
+from packtrain.engine.memory_plan import make_plan
+from packtrain.engine.placement import place
 
 MIB = 1 << 20
 

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from packtrain.corpus.documents import Source
+from packtrain.data.conversations.build_samples import Maker, Recipe
+from packtrain.data.conversations.messages import Pair
+from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.text.documents import Source
 from packtrain.gguf import GGUF
-from packtrain.samples.build import Maker, Recipe
-from packtrain.samples.formats import Reader
-from packtrain.samples.messages import Pair
 from tests.architectures import random_model
 
 PAIRS = [

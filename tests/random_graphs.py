@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import packtrain as pt
-from packtrain import ops
-from packtrain.optim.adamw import opt_step_adamw
-from packtrain.optim.sgd import opt_step_sgd
-from packtrain.tensor import Tensor
+from packtrain.engine import ops
+from packtrain.engine.optim.adamw import opt_step_adamw
+from packtrain.engine.optim.sgd import opt_step_sgd
+from packtrain.engine.tensor import Tensor
 
 ADAMW = np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975], np.float32)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain import ranks
+from packtrain import distributed
 from packtrain.gguf import GGUF
-from packtrain.watch import metrics
+from packtrain.training.monitoring import metrics_file
 from tests.hosts import Hosts
 from tests.kill import ALWAYS, TINY
 
@@ -33,7 +33,7 @@ def done(command: list[str], code: int = 0, **environment: str) -> str:
 
 
 def losses(folder: Path, name: str, key: str = "loss") -> np.ndarray:
-    records = metrics.read(folder / f"{name}.run/metrics.jsonl")
+    records = metrics_file.read(folder / f"{name}.run/metrics.jsonl")
     return np.array([record[key] for record in records if key in record])
 
 
@@ -57,7 +57,7 @@ def close(folder: Path, one: str, other: str, steps: int) -> None:
 
 def by_hand(command: Sequence[str], *each: Sequence[str], on: Hosts | None = None) -> Started:
     """A rank for each list of more arguments, as torchrun starts them; each on a host of its own if there are any."""
-    port, started = ranks.free_port(), []
+    port, started = distributed.free_port(), []
     for rank, more in enumerate(each):
         own = {"RANK": str(rank), "WORLD_SIZE": str(len(each)), "MASTER_PORT": str(port)}
         own |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}

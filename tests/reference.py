@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from packtrain.cli import _parser
+from packtrain.cli.main import _parser
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 HEAD = """# Commands

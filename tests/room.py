@@ -1,6 +1,6 @@
 """Memory for a run in the process of the tests, which holds what others have left there."""
 
-from packtrain.memory import private_nbytes
+from packtrain.common.memory import private_nbytes
 
 
 def room(mib: int) -> str:

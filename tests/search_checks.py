@@ -1,12 +1,12 @@
 """What must hold of a chain's blocks, for tests and for planted faults."""
 
-from packtrain.cost import Rates
-from packtrain.design.estimate import chain
-from packtrain.design.request import Request
-from packtrain.design.shape import StepShape
+from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
-from packtrain.recompute import Chain
+from packtrain.planner.checkpointing import Chain
+from packtrain.planner.cost_model import Rates
+from packtrain.planner.estimate import chain
+from packtrain.planner.plan_request import Request
+from packtrain.planner.step_shape import StepShape
 
 CONFIG = Config(320, 128, 256, 6, 768, 8, 8)
 SHAPE = StepShape(CONFIG, 1, 128, 1, 1.0)

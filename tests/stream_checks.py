@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 import packtrain as pt
-from packtrain import backends
-from packtrain.backends import Aside, Backend, Host, Target
-from packtrain.placing import Placed
-from packtrain.steps import ARRIVE, BEGIN
+from packtrain.engine import backends
+from packtrain.engine.backends import Aside, Backend, Host, Target
+from packtrain.engine.placement import Placed
+from packtrain.engine.step import ARRIVE, BEGIN
 from tests import checks
 from tests.random_graphs import random_case
 

@@ -5,20 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.commands import evaluate, generate, merge
-from packtrain.context import Context, ContextError
+from packtrain.cli import evaluate, generate, merge
+from packtrain.common.errors import InputError
 from packtrain.dtypes import f32
-from packtrain.errors import InputError
-from packtrain.generation import Generator
 from packtrain.gguf import GGUF, write
-from packtrain.models.adapted import adapted, merged_only, read_scaled
-from packtrain.models.adapter import Adapter, write_adapter
-from packtrain.models.file import ModelFile, open_model
+from packtrain.inference.generator import Generator
+from packtrain.inference.kv_cache import Context, ContextError
+from packtrain.models.adapter_file import Adapter, write_adapter
+from packtrain.models.block_weights import Block
 from packtrain.models.lora import EMBEDDING
-from packtrain.models.part import Block
-from packtrain.tasks.evaluate import Evaluate
-from packtrain.tasks.generate import Generate
-from packtrain.tasks.merge import Merge
+from packtrain.models.model_file import ModelFile, open_model
+from packtrain.models.model_with_adapters import adapted, merged_only, read_scaled
+from packtrain.workflows.adapter_merge import Merge
+from packtrain.workflows.evaluation import Evaluate
+from packtrain.workflows.text_generation import Generate
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 
@@ -32,7 +32,7 @@ def logits(model: ModelFile) -> np.ndarray:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.tasks.evaluate.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("packtrain.workflows.evaluation.cache_root", lambda: tmp_path / "cache")
 
 
 def check_beside(name: str, folder: Path) -> None:

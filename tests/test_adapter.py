@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES
-from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.adapter import Adapter, check_fits, read_adapter, write_adapter
-from packtrain.models.file import open_model
-from packtrain.models.merge import merged, write_changed
-from packtrain.quant import dequantize, quantize
+from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.models.adapter_file import Adapter, check_fits, read_adapter, write_adapter
+from packtrain.models.model_file import open_model
+from packtrain.models.rewrite_model import merged, write_changed
 
 RNG = np.random.default_rng(5)
 WIDTH, OUT, RANK = 64, 96, 4

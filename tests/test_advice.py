@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.cli import main
-from packtrain.errors import InputError
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
 from packtrain.gguf import GGUF
 
 HTML = "<!DOCTYPE html>\n<html>"

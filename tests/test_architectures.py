@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from packtrain import Graph, differentiate, interpret
-from packtrain.cli import main
-from packtrain.errors import InputError
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models import transformer
 from packtrain.models.arch import ARCHITECTURES
-from packtrain.models.arch.refused import NEEDS
-from packtrain.models.cache import Cells
-from packtrain.models.cached import Cache, generation
+from packtrain.models.arch.refused_architectures import NEEDS
+from packtrain.models.cached_transformer import Cache, generation
 from packtrain.models.config import Config, RopeScaling
-from packtrain.models.file import open_model
-from packtrain.models.metadata import metadata
+from packtrain.models.kv_cell_table import Cells
+from packtrain.models.model_file import open_model
+from packtrain.models.model_metadata import metadata
 from tests.architectures import BIASES, CONFIGS, YARN, random_model, random_weights, vocabulary
 from tests.checks import is_slope, slope
 from tests.models import apart, batch, bind, logits

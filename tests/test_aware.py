@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
-from packtrain.checking.running import run
-from packtrain.checking.samples import stored
-from packtrain.cli import main
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import Base, StepShape
+from packtrain.cli.main import main
+from packtrain.devtools.check.op_samples import stored
+from packtrain.devtools.check.running import run
 from packtrain.dtypes import RECODABLE, Dtype
+from packtrain.engine import ops
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.graph import Graph
+from packtrain.engine.interpreter import interpret
+from packtrain.engine.ops.stored_values import stored_rows
+from packtrain.engine.optim import AdamW
 from packtrain.gguf import GGUF
-from packtrain.grad import differentiate
-from packtrain.graph import Graph
-from packtrain.interpreting import interpret
-from packtrain.models.file import open_model
+from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models.lora import Lora
-from packtrain.ops.stored import stored_rows
-from packtrain.optim import AdamW
-from packtrain.quant import dequantize
-from packtrain.watch import metrics
+from packtrain.models.model_file import open_model
+from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.training.monitoring import metrics_file
 from tests.architectures import random_model
 from tests.test_train import said
 
@@ -147,7 +147,7 @@ def test_the_file_is_what_was_trained(base, folder, tmp_path, capsys):
     assert tuned(folder, base, output) == 0, said(capsys)
     (line,) = [line for line in said(capsys) if line.startswith("validation loss: base")]
     assert "(100% of the gain)" in line
-    records = [*metrics.read(tmp_path / "tuned.run/metrics.jsonl")]
+    records = [*metrics_file.read(tmp_path / "tuned.run/metrics.jsonl")]
     last = next(r for r in reversed(records) if "val_loss" in r)["val_loss"]
     assert f"with the adapter {last:.4f}, merged {last:.4f}" in line
     before, after = GGUF(folder / f"{base}.gguf"), GGUF(output)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packtrain.backends.host import Host
-from packtrain.tensor import Kernel
+from packtrain.engine.backends.host import Host
+from packtrain.engine.tensor import Kernel
 
 CPU = Host("cpu", alignment=256)
 HELD = {"now": 0, "most": 0}
@@ -156,9 +156,9 @@ import threading
 from pathlib import Path
 import numpy as np
 import packtrain as pt
-from packtrain.backends import CPU, Target, far, target
-from packtrain.cli import main
-from packtrain.design.rates import kept
+from packtrain.engine.backends import CPU, Target, far, target
+from packtrain.cli.main import main
+from packtrain.planner.machine_speed import kept
 
 SIZES = dict(dim=32, layers=4, heads=2, ctx=16, vocab_size=300, batch_size=2, warmup_ratio=0.0)
 SMALL = SIZES | dict(steps_per_eval=2, sample_every=2, iters=5, overwrite=True)
@@ -250,7 +250,7 @@ for device in ("cpu", "far"):
     done = tune(device, lora_dropout=0.1, lr=0.02)
 assert done.losses == losses("cpu/t.run") and len(done.losses) == 3
 same("cpu", "far", "t.gguf", "t.run/adapter.gguf")
-base = sum(array.nbytes for array in pt.models.file.open_model("q.gguf").stored().values())
+base = sum(array.nbytes for array in pt.models.model_file.open_model("q.gguf").stored().values())
 assert done.plan.plans.mapped_nbytes <= base < done.plan.plans.nbytes_in("far")
 assert "copied from its file" in str(done.plan) and "not in the total" not in str(done.plan)
 for device in ("cpu", "far"):
@@ -313,15 +313,15 @@ def test_a_second_memory_steers_the_search(folder: Path) -> None:
     script = """
 from dataclasses import replace
 from packtrain import cost
-from packtrain.cost import Rates
-from packtrain.backends import HOST
-from packtrain.design.budget import planned
-from packtrain.design.shape import StepShape
-from packtrain.design.request import Request
-from packtrain.design.search import search
+from packtrain.planner.cost_model import Rates
+from packtrain.engine.backends import HOST
+from packtrain.planner.budget import planned
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import search
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
+from packtrain.engine.optim import AdamW
 
 shape = StepShape(Config(64, 32, 64, 4, 128, 2, 2), 4, 64, max_norm=1.0)
 roles = dict.fromkeys(("weight", "moment", "sum"), far.BACKENDS["far"])
@@ -373,7 +373,7 @@ with pt.debug("nan"):
         raise AssertionError("nothing was seen")
 real = far.CPU.kernel(pt.ops.mul, ())
 wrong = lambda y, a, b: (real.run(y, a, b), y.__setitem__(..., y + 1))
-pt.ops.mul.kernels["cpu"] = pt.tensor.Kernel(wrong, real.strided)
+pt.ops.mul.kernels["cpu"] = pt.engine.tensor.Kernel(wrong, real.strided)
 run = session.executor(pt.place(graph, target("far")))
 session.set({"w": np.array([1, 3, 2], np.float32)})
 with pt.debug("compare"):
@@ -389,7 +389,7 @@ with pt.debug("compare"):
 
 def test_a_failure_that_comes_late_is_one_of_the_run(folder: Path) -> None:
     script = """
-from packtrain.optim import SGD, training
+from packtrain.engine.optim import SGD, training
 
 def fails(*arrays, **attrs):
     raise ValueError("too late")
@@ -397,7 +397,7 @@ def fails(*arrays, **attrs):
 w, session = pt.weight("w", (3,)), pt.Session()
 graph = training({"loss": pt.ops.sum(pt.ops.mul(w, w))}, [w], SGD())
 name = next(call.op for call in graph.calls if call.op.writes)
-name.kernels["cpu"] = pt.tensor.Kernel(fails, True)
+name.kernels["cpu"] = pt.engine.tensor.Kernel(fails, True)
 run = session.executor(pt.place(graph, target("far")))
 session.set({"w": np.ones(3, np.float32)})
 try:
@@ -443,12 +443,12 @@ assert main(["generate", "q.gguf", "--device", "fra"]) == 2
 
 def test_a_graph_over_both_gives_what_one_gives(folder: Path) -> None:
     script = """
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.planner.step_shape import StepShape
 from packtrain.models.config import Config
 from packtrain.models import transformer
-from packtrain.optim import AdamW
-from packtrain.training.engine import Engine
+from packtrain.engine.optim import AdamW
+from packtrain.training.training_engine import Engine
 
 shape = StepShape(Config(64, 16, 32, 3, 64, 2, 2), 2, 16, max_norm=1.0)
 there = {name: far.BACKENDS["far"] for name in transformer.weights(shape.config) if name.startswith("blk.1.")}

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from packtrain.corpus import Tokens
-from packtrain.training.batches import Batches
+from packtrain.data.text import Tokens
+from packtrain.training.text_batches import Batches
 
 BOS, EOS = 1, 2
 modes = pytest.mark.parametrize("fill", [True, False])

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.beams import Beam, Beams, Search, likeliest, log_probabilities
-from packtrain.cli import main
-from packtrain.context import Cache, Context, Sizes, placements
-from packtrain.errors import InputError
-from packtrain.events import Events
-from packtrain.generation import Generator, Limits, Reply
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.common.events import Events
+from packtrain.engine.executor import Session
+from packtrain.inference.beam_search import Beam, Beams, Search, likeliest, log_probabilities
+from packtrain.inference.generator import Generator, Limits, Reply
+from packtrain.inference.kv_cache import Cache, Context, Sizes, placements
+from packtrain.inference.sampling import Sampling
 from packtrain.models.config import Config
-from packtrain.run import Session
-from packtrain.sampling import Sampling
-from packtrain.tasks.generate import Generate, generate
+from packtrain.workflows.text_generation import Generate, generate
 from tests.architectures import random_model
 from tests.models import CONFIG, bind, logits, values
 from tests.test_drafting import KNOWN

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import packtrain as pt
-from packtrain.cli import main
-from packtrain.commands.shown import Shown
-from packtrain.commands.side_by_side import MIN_WIDTH, side_by_side
-from packtrain.tasks import behaviour
-from packtrain.tasks.behaviour import MAX_TOKENS, CheckedAnswer, findings
+from packtrain.cli.event_output import Shown
+from packtrain.cli.main import main
+from packtrain.cli.side_by_side import MIN_WIDTH, side_by_side
+from packtrain.workflows import behaviour_check
+from packtrain.workflows.behaviour_check import MAX_TOKENS, CheckedAnswer, findings
 from tests.architectures import random_model
 from tests.kill import chats, words
 
@@ -74,7 +74,7 @@ def test_the_library_returns_the_answers(folder, tmp_path):
     done = pt.finetune(folder / "base.gguf", folder / "chats.jsonl", **how)
     (answer,) = done.answers
     assert answer.question == "what is the sun" and answer.tuned and answer.base_ended
-    path = done.folder / behaviour.ANSWERS
+    path = done.folder / behaviour_check.ANSWERS
     hostile = [
         {**asdict(answer), "tuned": "<script>alert(1)</script> & more", "tuned_ended": "loop"}
     ]
@@ -94,7 +94,7 @@ def test_running_text_and_prompts_that_are_trained_on_have_no_questions(folder, 
 
 
 def test_a_check_that_does_not_fit_the_budget_is_left_out(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("packtrain.context.room.REST", 1 << 40)
+    monkeypatch.setattr("packtrain.inference.kv_cache.context_size.REST", 1 << 40)
     more = ["--merge", "none", "--memory", "2GiB", "--replay", "0"]
     assert tuned(folder, tmp_path / "a.gguf", *more) == 0
     said = capsys.readouterr().err
@@ -105,13 +105,13 @@ def test_a_check_that_does_not_fit_the_budget_is_left_out(folder, tmp_path, caps
 
 
 def test_ctrl_c_ends_the_check_and_not_the_result(folder, tmp_path, capsys, monkeypatch):
-    replies = behaviour._replies
+    replies = behaviour_check._replies
 
     def stop_first(*given):
         os.kill(os.getpid(), signal.SIGINT)
         yield from replies(*given)
 
-    monkeypatch.setattr(behaviour, "_replies", stop_first)
+    monkeypatch.setattr(behaviour_check, "_replies", stop_first)
     assert tuned(folder, tmp_path / "a.gguf", "--merge", "none") == 0
     assert (
         "stopped while answering held-out questions; the result is complete"

@@ -15,22 +15,31 @@ import pytest
 import packtrain as pt
 from benchmarks import bench as beside
 from benchmarks import llama
-from packtrain import kernels, ops
-from packtrain.benching import machine, peer, products, steps, table, timing, training
-from packtrain.benching import ops as bench_ops
-from packtrain.benching.ops import BACK, FORWARD, WEIGHT, Kind, Product
-from packtrain.cli import main
-from packtrain.commands.bench import Bench
-from packtrain.cost import CACHE
+from packtrain import kernels
+from packtrain.cli.bench import Bench
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.devtools.bench import (
+    bench_ops,
+    bench_table,
+    machine_rates,
+    peer_process,
+    products,
+    step_timing,
+    timing,
+    training,
+)
+from packtrain.devtools.bench.bench_ops import BACK, FORWARD, WEIGHT, Kind, Product
 from packtrain.dtypes import DTYPES
-from packtrain.errors import InputError
+from packtrain.engine import ops
+from packtrain.engine.step import Step
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
-from packtrain.speed import BEGIN
-from packtrain.steps import Step
+from packtrain.planner.cost_model import CACHE
+from packtrain.planner.speed_probe import BEGIN
 from tests import checks
 
-RATES = machine.Rates(fma_one=5e8, fma=1e9, product=8e8, near=1e9, far=1e8)
+RATES = machine_rates.Rates(fma_one=5e8, fma=1e9, product=8e8, near=1e9, far=1e8)
 SETTINGS = ["--rounds", "1", "--preset", "1m"]
 
 
@@ -132,13 +141,13 @@ def test_a_ratio_is_the_median_of_pairs() -> None:
 def test_rates_by_an_injected_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"TURNS": 10, "TRIES": 2, "NEAR": 1 << 8, "FAR": 1 << 10, "PRODUCT": (8, 16, 8)}
     for name, value in small.items():
-        monkeypatch.setattr(machine, name, value)
+        monkeypatch.setattr(machine_rates, name, value)
     kernels.load_all(("peak", "matmul"))
-    found = machine.measured(clock(), rounds=1)
-    m, n, k = machine.PRODUCT
-    assert found.product == 2 * m * n * k and found.far == 8 * machine.FAR
-    lanes, chains = machine.LANES, kernels.peak.CHAINS
-    assert found.fma_one == 2 * machine.TURNS * chains * lanes
+    found = machine_rates.measured(clock(), rounds=1)
+    m, n, k = machine_rates.PRODUCT
+    assert found.product == 2 * m * n * k and found.far == 8 * machine_rates.FAR
+    lanes, chains = machine_rates.LANES, kernels.peak.CHAINS
+    assert found.fma_one == 2 * machine_rates.TURNS * chains * lanes
     assert found.fma == kernels.threads() * found.fma_one
 
 
@@ -153,7 +162,9 @@ def test_the_kernels_of_the_rates_do_what_they_say() -> None:
 
 def test_tables_as_text_markdown_and_json() -> None:
     columns = {"op": "", "× floor": ".2f", "GFLOP/s": ".1f"}
-    made = table.Table("t", "Title", columns, [["a|b", 1.234, None], ["c", 10.0, 5.0]], ["Note."])
+    made = bench_table.Table(
+        "t", "Title", columns, [["a|b", 1.234, None], ["c", 10.0, 5.0]], ["Note."]
+    )
     assert made.text() == "Title\nop   × floor  GFLOP/s\na|b     1.23\nc      10.00      5.0\nNote."
     assert (
         "| op | × floor | GFLOP/s |\n| --- | ---: | ---: |\n| a\\|b | 1.23 |  |" in made.markdown()
@@ -167,7 +178,7 @@ def test_without_peers_it_measures_itself(
     monkeypatch.setattr(products, "has_torch", lambda: False)
     monkeypatch.setattr(products, "SHORT", {"tiny": ((8, 16, 24),)})
     monkeypatch.setattr(products, "SHORT_PACKED", {"tiny": ((8, 16, 256),)})
-    monkeypatch.setattr(machine, "measured", lambda: RATES)
+    monkeypatch.setattr(machine_rates, "measured", lambda: RATES)
     files = [tmp_path / "b.json", tmp_path / "b.md"]
     given = ["bench", "--short", *SETTINGS, "--json", str(files[0]), "--markdown", str(files[1])]
     assert main(given) == 0
@@ -185,10 +196,10 @@ def test_without_peers_it_measures_itself(
 def test_a_peer_that_fails_ends_the_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*given: object) -> Iterator[table.Table]:
-        raise peer.PeerFailed("packtrain failed: it ended with -9")
+    def broken(*given: object) -> Iterator[bench_table.Table]:
+        raise peer_process.PeerFailed("packtrain failed: it ended with -9")
 
-    monkeypatch.setattr(steps, "tables", broken)
+    monkeypatch.setattr(step_timing, "tables", broken)
     assert main(["bench", "--part", "steps"]) == 1
     assert capsys.readouterr().err == "packtrain: error: packtrain failed: it ended with -9\n"
 
@@ -241,7 +252,7 @@ def test_the_comparison_has_every_flag_of_the_command_and_adds_its_table(
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--llama-bench", "none"])
     assert "there is no option --llama-bench" in capsys.readouterr().err
-    alone = table.Table("llama", "Reading", {"model": ""}, [["tiny"]])
+    alone = bench_table.Table("llama", "Reading", {"model": ""}, [["tiny"]])
     monkeypatch.setattr(llama, "tables", lambda base, program, rounds, counting: iter([alone]))
     assert beside.main(["--part", "llama"]) == 0
     shown = capsys.readouterr().out
@@ -266,42 +277,47 @@ class Fake:
     def __call__(self, watched: bool) -> timing.Stepped:
         seconds = next(self.left, None)
         if seconds is None:
-            raise peer.PeerFailed("no compiler")
+            raise peer_process.PeerFailed("no compiler")
         assert not watched or seconds == WARM, "memory is watched while time counts"
         return timing.Stepped(seconds, self.nbytes * watched, 10.0, 1.0, 5.0)
 
 
 WARM = 9.0  # seconds of steps that do not count
 TIMES = {
-    (steps.OURS, steps.F32): [WARM, WARM, 1.0, 2.0, 4.0],
-    (steps.OURS, "bf16x3"): [WARM, WARM, 1.0, 1.0, 1.0],
-    (steps.OURS, "bf16"): [WARM, WARM, 0.5, 1.0, 2.0],
-    (steps.EAGER, steps.F32): [WARM, WARM, 3.0, 2.0, 2.0],
-    (steps.EAGER, steps.BF16): [WARM, WARM, 6.0, 6.0, 6.0],
-    (steps.COMPILED, steps.BF16): [WARM, WARM, 0.5, 0.5, 0.5],
+    (step_timing.OURS, step_timing.F32): [WARM, WARM, 1.0, 2.0, 4.0],
+    (step_timing.OURS, "bf16x3"): [WARM, WARM, 1.0, 1.0, 1.0],
+    (step_timing.OURS, "bf16"): [WARM, WARM, 0.5, 1.0, 2.0],
+    (step_timing.EAGER, step_timing.F32): [WARM, WARM, 3.0, 2.0, 2.0],
+    (step_timing.EAGER, step_timing.BF16): [WARM, WARM, 6.0, 6.0, 6.0],
+    (step_timing.COMPILED, step_timing.BF16): [WARM, WARM, 0.5, 0.5, 0.5],
 }
 
 
 def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(side: steps.Trained, preset: str) -> Fake:
-        nbytes = (1 if side.program == steps.OURS else 2) << 20
+    def fake(side: step_timing.Trained, preset: str) -> Fake:
+        nbytes = (1 if side.program == step_timing.OURS else 2) << 20
         return Fake(TIMES.get((side.program, side.precision), []), nbytes)
 
-    monkeypatch.setattr(steps, "has_torch", lambda: True)
-    monkeypatch.setattr(steps.Trained, "peer", fake)
-    monkeypatch.setattr(steps, "multiplies", lambda precision: True)
-    (with_bf16,) = steps.tables(["15m"], 3, counting)
-    assert with_bf16.column("precision")[2:6] == ["bf16x3", steps.F32, "bf16", steps.BF16]
+    monkeypatch.setattr(step_timing, "has_torch", lambda: True)
+    monkeypatch.setattr(step_timing.Trained, "peer", fake)
+    monkeypatch.setattr(step_timing, "multiplies", lambda precision: True)
+    (with_bf16,) = step_timing.tables(["15m"], 3, counting)
+    assert with_bf16.column("precision")[2:6] == [
+        "bf16x3",
+        step_timing.F32,
+        "bf16",
+        step_timing.BF16,
+    ]
     assert with_bf16.column("ours × as fast") == [None, 1.0, None, 2.0, None, 6.0, 0.5]
     assert with_bf16.notes[-1].startswith("packtrain in bf16 is 0.50 ×")
-    monkeypatch.setattr(steps, "multiplies", lambda precision: False)
-    (made,) = steps.tables(["15m"], 3, counting)
+    monkeypatch.setattr(step_timing, "multiplies", lambda precision: False)
+    (made,) = step_timing.tables(["15m"], 3, counting)
     assert made.column("program") == [
-        steps.OURS,
-        steps.EAGER,
-        steps.OURS,
-        steps.EAGER,
-        steps.COMPILED,
+        step_timing.OURS,
+        step_timing.EAGER,
+        step_timing.OURS,
+        step_timing.EAGER,
+        step_timing.COMPILED,
     ]
     assert made.column("ms") == [2000, 2000, 2000, 6000, 500]
     assert made.column("tokens/s") == [512, 512, 512, 1024 / 6, 2048]
@@ -315,8 +331,8 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
         " its private memory.",
     ]
     assert made.waited == 0.1
-    monkeypatch.setattr(steps, "has_torch", lambda: False)
-    (alone,) = steps.tables(["15m"], 3, counting, 1640 << 20)
+    monkeypatch.setattr(step_timing, "has_torch", lambda: False)
+    (alone,) = step_timing.tables(["15m"], 3, counting, 1640 << 20)
     assert alone.title.endswith("included; ours planned for 1,640 MiB")
     assert alone.column("ms") == [2000] and [*alone.notes] == [products.WITHOUT]
 
@@ -327,7 +343,7 @@ def counting(what: str, part: str) -> Iterator[Callable[..., None]]:
 
 
 def test_our_side_of_a_comparison_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    with steps.Trained(program=steps.OURS).peer("1m") as ours:
+    with step_timing.Trained(program=step_timing.OURS).peer("1m") as ours:
         found = [ours(watched) for watched in (False, True, False)]
     assert all(one.seconds > 0 and one.wall > 0 for one in found)
     assert found[1].nbytes > 1 << 20 and found[0].nbytes == found[2].nbytes == 0
@@ -370,8 +386,8 @@ def test_a_step_of_a_preset_keeps_to_its_memory(monkeypatch: pytest.MonkeyPatch)
 def test_both_sides_take_the_same_step() -> None:
     pytest.importorskip("torch")
     losses = list[list[float]]()
-    for program in (steps.OURS, steps.EAGER):
-        with steps.Trained(program=program).peer("1m") as one:
+    for program in (step_timing.OURS, step_timing.EAGER):
+        with step_timing.Trained(program=program).peer("1m") as one:
             losses.append([one().loss for _ in range(3)])
     checks.close(*(np.array(each, np.float32) for each in losses), "losses")
 
@@ -458,7 +474,7 @@ def test_llama_bench_that_fails_says_why(tmp_path: Path) -> None:
     for line, said in (("echo no such model >&2; exit 3", "no such model"), ("echo [1]", "answer")):
         bad.write_text(f"#!/bin/sh\n{line}\n")
         bad.chmod(0o755)
-        with pytest.raises(peer.PeerFailed, match=said):
+        with pytest.raises(peer_process.PeerFailed, match=said):
             llama.theirs(bad, tmp_path / "model.gguf")
 
 
@@ -480,9 +496,9 @@ def doubling(by: int) -> Callable[[int], int]:
 
 
 def test_a_peer_answers_from_a_process_of_its_own() -> None:
-    with peer.Peer("tests.test_bench", "doubling", 2) as one:
+    with peer_process.Peer("tests.test_bench", "doubling", 2) as one:
         assert [one(3), one(4)] == [6, 8]
-        with pytest.raises(peer.PeerFailed, match=r"^ValueError: x is negative$"):
+        with pytest.raises(peer_process.PeerFailed, match=r"^ValueError: x is negative$"):
             one(-1)
         assert one(5) == 10
     assert one.process.poll() is not None
@@ -490,22 +506,22 @@ def test_a_peer_answers_from_a_process_of_its_own() -> None:
 
 def test_a_peer_that_cannot_start_says_why() -> None:
     with (
-        pytest.raises(peer.PeerFailed, match=r"^ValueError: by is negative$"),
-        peer.Peer("tests.test_bench", "doubling", -1),
+        pytest.raises(peer_process.PeerFailed, match=r"^ValueError: by is negative$"),
+        peer_process.Peer("tests.test_bench", "doubling", -1),
     ):
         pass
     with (
-        pytest.raises(peer.PeerFailed, match="No module named 'no_such_peer'"),
-        peer.Peer("no_such_peer", "doubling"),
+        pytest.raises(peer_process.PeerFailed, match="No module named 'no_such_peer'"),
+        peer_process.Peer("no_such_peer", "doubling"),
     ):
         pass
 
 
 def test_avx2_alone_is_asked_of_the_peer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACKTRAIN_CPU", "")
-    assert "ATEN_CPU_CAPABILITY" not in peer.limited()
+    assert "ATEN_CPU_CAPABILITY" not in peer_process.limited()
     monkeypatch.setenv("PACKTRAIN_CPU", "avx2")
-    assert peer.limited().items() >= peer.AVX2.items()
+    assert peer_process.limited().items() >= peer_process.AVX2.items()
 
 
 @pytest.mark.torch

@@ -14,26 +14,26 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from packtrain.backends import HOST
-from packtrain.cli import main
-from packtrain.cost import Rates
-from packtrain.design import budget as budgets
-from packtrain.design import loaded
-from packtrain.design.budget import planned
-from packtrain.design.estimate import chain
-from packtrain.design.plans import APPLY, MEASURE, make_plans
-from packtrain.design.request import Request
-from packtrain.design.search import Search, search, smallest
-from packtrain.design.shape import StepShape
-from packtrain.errors import InputError
-from packtrain.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.common.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
+from packtrain.engine.backends import HOST
+from packtrain.engine.optim import SGD, AdamW
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import SGD, AdamW
-from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
-from packtrain.recompute.choice import inner_values, stretches
-from packtrain.training.engine import Engine
-from packtrain.watch import metrics
+from packtrain.planner import budget as budgets
+from packtrain.planner import kernel_memory
+from packtrain.planner.budget import planned
+from packtrain.planner.checkpointing import Choice, keep_all, spaced, spacing, uniform
+from packtrain.planner.checkpointing.recompute_choice import inner_values, stretches
+from packtrain.planner.cost_model import Rates
+from packtrain.planner.estimate import chain
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import Search, search, smallest
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import APPLY, MEASURE, make_plans
+from packtrain.training.monitoring import metrics_file
+from packtrain.training.training_engine import Engine
 from tests.kill import TINY, words
 from tests.models import CONFIG, batch, same_bits, values
 
@@ -303,7 +303,7 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     limit = parse_size(least, "")
     done = subprocess.run([*run, least], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    end = metrics.read(tmp_path / "m.run/metrics.jsonl")[-1]
+    end = metrics_file.read(tmp_path / "m.run/metrics.jsonl")[-1]
     plan = json.loads((tmp_path / "m.run/plan.json").read_text())
     assert plan["budget_bytes"] == limit and plan["fits"]
     assert 0.9 * limit <= end["peak_bytes"] <= limit and end["planned_bytes"] <= limit
@@ -399,18 +399,18 @@ def test_sizes():
 
 
 def test_what_kernels_take_is_measured_once_and_guessed_without_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(loaded, "_kept", lambda names: tmp_path / "loaded.json")
-    guess = loaded.loaded(("norm",), 10 * MIB)
+    monkeypatch.setattr(kernel_memory, "_kept", lambda names: tmp_path / "loaded.json")
+    guess = kernel_memory.loaded(("norm",), 10 * MIB)
     assert guess.unsure and not list(tmp_path.iterdir())
-    found = loaded.loaded(("norm",), -1)  # a refusal, whose minimum shall be right
+    found = kernel_memory.loaded(("norm",), -1)  # a refusal, whose minimum shall be right
     assert found.unsure == 0 and MIB < found.nbytes < guess.nbytes
-    monkeypatch.setattr(loaded, "ask", None)
-    monkeypatch.setattr(loaded, "refusal", lambda root: "read-only")
-    assert loaded.loaded(("norm",), 10 * MIB) == found
+    monkeypatch.setattr(kernel_memory, "ask", None)
+    monkeypatch.setattr(kernel_memory, "refusal", lambda root: "read-only")
+    assert kernel_memory.loaded(("norm",), 10 * MIB) == found
 
 
 def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
-    guess = loaded.Loaded(80 * MIB, 24 * MIB)
+    guess = kernel_memory.Loaded(80 * MIB, 24 * MIB)
     here = request(private_nbytes() + guess.nbytes)
     least = here.total(here.plans(smallest(deep(2), here)))
     found = [
@@ -424,7 +424,7 @@ def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
     assert [made.refusal is None for made in found] == [True, False, False]
 
 
-class Heavier(loaded.Loaded):
+class Heavier(kernel_memory.Loaded):
     """Kernels that take 24 MiB more than was measured."""
 
     memory: ClassVar[list[int]] = []
@@ -436,17 +436,17 @@ class Heavier(loaded.Loaded):
 def test_kernels_that_take_more_than_expected_make_the_plan_smaller(monkeypatch):
     """The memory of the process is counted here: what it really is, other tests decide."""
     Heavier.memory[:] = [100 * MIB]
-    monkeypatch.setattr("packtrain.design.budget.private_nbytes", lambda: Heavier.memory[-1])
+    monkeypatch.setattr("packtrain.planner.budget.private_nbytes", lambda: Heavier.memory[-1])
     here, shape = replace(request(100 * MIB), kernels=Heavier(0)), deep(4, 1024)
     limit = here.total(here.plans(shape)) + 4 * MIB
-    expected = planned(shape, replace(here.within(limit), kernels=loaded.Loaded(0)))
+    expected = planned(shape, replace(here.within(limit), kernels=kernel_memory.Loaded(0)))
     assert expected.refusal is None and expected.shape == shape
     found = planned(shape, here.within(limit))
     assert found.refusal is None and found.total_nbytes <= limit
     assert found.baseline == 124 * MIB and found.shape != shape
 
 
-class Lighter(loaded.Loaded):
+class Lighter(kernel_memory.Loaded):
     """Kernels that use 3 MiB of this process again, which were counted as memory to come."""
 
     memory: ClassVar[list[int]] = []

@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from packtrain import ops
 from packtrain.dtypes import i32
-from packtrain.grad import differentiate
-from packtrain.graph import Graph
+from packtrain.engine import ops
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.graph import Graph
+from packtrain.engine.tensor import Tensor, input
 from packtrain.models import transformer
 from packtrain.models.block import Mixer
 from packtrain.models.config import Config
 from packtrain.models.lora import Lora
-from packtrain.tensor import Tensor, input
 from tests.models import CONFIG, batch, bind, gradients, values
 
 ROWS, TIME = 2, 12

@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 
 import packtrain as pt
-from packtrain.backends import Target, caching
-from packtrain.backends import recorded as recording
-from packtrain.backends import temporaries as measuring
-from packtrain.backends import torch as of_torch
-from packtrain.backends.torch import Apart
-from packtrain.cost import Rates
-from packtrain.design.budget import full
-from packtrain.design.plans import make_plans
-from packtrain.design.request import Request
-from packtrain.design.search import search
-from packtrain.design.shape import StepShape
-from packtrain.design.table import parts
+from packtrain.engine.backends import Target, cuda_caching
+from packtrain.engine.backends import cuda_graphs as recording
+from packtrain.engine.backends import torch_backend as of_torch
+from packtrain.engine.backends import torch_temporaries as measuring
+from packtrain.engine.backends.torch_backend import Apart
+from packtrain.engine.executor import Executor
+from packtrain.engine.memory_plan import size_text
+from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
-from packtrain.planning import size_text
-from packtrain.run import Executor
+from packtrain.planner.budget import full
+from packtrain.planner.cost_model import Rates
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import search
+from packtrain.planner.plan_table import parts
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
 from tests import pool_checks
 from tests.test_recorded import Cuda
 from tests.test_torch_backend import FAR, SHAPE, folder, steps
@@ -52,10 +52,10 @@ def test_what_a_run_makes_fits_into_the_pool_of_its_plan(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Executor, "_run", traced)
     steps(Target.of(FAR))
-    allocator = caching.Caching()
-    for nbytes in caching.WORKSPACES:
+    allocator = cuda_caching.Caching()
+    for nbytes in cuda_caching.WORKSPACES:
         allocator.take(nbytes)
-    allocator.drop(allocator.take(caching.room_nbytes(made) or 1))
+    allocator.drop(allocator.take(cuda_caching.room_nbytes(made) or 1))
     for trace in made:
         allocator.replay(trace)
     assert len(made) == 3 and all(map(len, made)) and 2 * allocator.reserved <= pool
@@ -70,9 +70,11 @@ def test_the_row_is_in_the_plan_and_in_its_limit() -> None:
     row = next(nbytes for name, nbytes, _ in parts(whole, "cuda") if name == "pool")
     kernels, arena = whole.largest.arena("cuda").pool_nbytes, whole.largest.arena("cuda").nbytes
     assert not [b for b in whole.largest.buffers if b.category == "workspace"]
-    assert row == whole.pool_nbytes("cuda") >= kernels > 2 * sum(caching.WORKSPACES)
-    assert kernels > 2 * (256 * 16_000 * 4) + 2 * sum(caching.WORKSPACES)  # a piece of 256 logits
-    buffers = caching.buffers_nbytes(whole._buffers("cuda")) - sum(whole._buffers("cuda"))
+    assert row == whole.pool_nbytes("cuda") >= kernels > 2 * sum(cuda_caching.WORKSPACES)
+    assert kernels > 2 * (256 * 16_000 * 4) + 2 * sum(
+        cuda_caching.WORKSPACES
+    )  # a piece of 256 logits
+    buffers = cuda_caching.buffers_nbytes(whole._buffers("cuda")) - sum(whole._buffers("cuda"))
     assert row == kernels + buffers and arena + row < whole.nbytes_in("cuda")
     limit = whole.nbytes_in("cuda") - (8 << 20)
     answer = search(shape, replace(request, limits={"cuda": limit}))
@@ -93,7 +95,7 @@ def test_each_pool_gets_its_room_before_kernels_run(monkeypatch: pytest.MonkeyPa
     for name in ("ROOMS", "POOLS"):
         monkeypatch.setattr(recording, name, {})
     monkeypatch.setattr(recording, "fill_pool", lambda device, nbytes: filled.append(nbytes))
-    monkeypatch.setattr(caching, "SMALL", 512)  # what this model makes is small
+    monkeypatch.setattr(cuda_caching, "SMALL", 512)  # what this model makes is small
     steps(Target.of(FAR))
     steps(Target.of(FAR))
     assert len(filled) == 2 and filled[0] == filled[1] > 0 and len(cuda.graphs) >= 2

@@ -9,19 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.cli import main
-from packtrain.commands import imatrix, quantize
-from packtrain.errors import DoesNotFit, InputError
-from packtrain.events import Events
+from packtrain.cli import imatrix, quantize
+from packtrain.cli.main import main
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.events import Events
+from packtrain.common.memory import Peak, private_nbytes, settle
+from packtrain.conversion.calibration.block_streams import Streams
+from packtrain.conversion.calibration.importance import load
 from packtrain.gguf import GGUF, Value, write
-from packtrain.memory import Peak, private_nbytes, settle
-from packtrain.merging.importance import load
-from packtrain.merging.streams import Streams
-from packtrain.models.file import open_model
-from packtrain.quant import quantize as packed
-from packtrain.tasks.calibration import calibration
-from packtrain.tasks.imatrix import Imatrix
-from packtrain.tasks.quantize import Quantize
+from packtrain.kernels.quantized_arrays import quantize as packed
+from packtrain.models.model_file import open_model
+from packtrain.workflows.calibration_data import calibration
+from packtrain.workflows.importance_matrix import Imatrix
+from packtrain.workflows.quantization import Quantize
 from tests.architectures import CONFIGS, random_model
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "by", "it"]
@@ -193,7 +193,7 @@ def test_sums_are_of_what_matrices_read(settings: Quantize, measured: Path):
 
 
 def test_groups_of_rows_add_up(settings: Quantize, measured: Path, monkeypatch):
-    monkeypatch.setattr("packtrain.tasks.imatrix.AT_ONCE", 1024)
+    monkeypatch.setattr("packtrain.workflows.importance_matrix.AT_ONCE", 1024)
     parts = measured.with_name("parts.gguf")
     assert settings.calibrate is not None
     imatrix.run(Imatrix(settings.model, settings.calibrate, parts, memory="4GiB"))

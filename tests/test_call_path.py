@@ -11,11 +11,11 @@ from types import FrameType
 from typing import Any
 
 import packtrain as pt
-from packtrain.cli import main
-from packtrain.events import Events
-from packtrain.optim.adamw import opt_step_adamw
-from packtrain.tensor import Kernel
-from packtrain.watch import Watch
+from packtrain.cli.main import main
+from packtrain.common.events import Events
+from packtrain.engine.optim.adamw import opt_step_adamw
+from packtrain.engine.tensor import Kernel
+from packtrain.training.monitoring import Watch
 
 MOST = 20
 

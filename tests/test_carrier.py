@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from packtrain import kernels
-from packtrain.errors import InputError
-from packtrain.ranks import carrier, exchange
-from packtrain.ranks.carrier import Carrier, check_device, take
+from packtrain.common.errors import InputError
+from packtrain.distributed import exchange, transport
+from packtrain.distributed.transport import Carrier, check_device, take
 
 pytestmark = pytest.mark.torch
 
@@ -89,7 +89,7 @@ class Gpus:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     made = Gpus()
     modules = {"torch": made.torch, "torch.distributed": made.distributed}
-    monkeypatch.setattr(carrier, "import_module", modules.__getitem__)
+    monkeypatch.setattr(transport, "import_module", modules.__getitem__)
     return made
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.cli import main
-from packtrain.commands import chat, shown
-from packtrain.commands.shown import Shown, write
-from packtrain.errors import InputError
+from packtrain.cli import chat, event_output
+from packtrain.cli.event_output import Shown, write
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.data.chat_template import TemplateError
 from packtrain.gguf import Value
-from packtrain.models.file import open_model
-from packtrain.tasks.chat import Chat, Talk
-from packtrain.template import TemplateError
+from packtrain.models.model_file import open_model
+from packtrain.workflows.chat_session import Chat, Talk
 from tests.test_model_file import CONFIG, save
 
 Capture = pytest.CaptureFixture[str]
@@ -141,7 +141,7 @@ def test_without_a_template_chatml_is_used_and_said(
 def test_ctrl_c_ends_an_answer(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    before, write_out, written = signal.getsignal(signal.SIGINT), shown.write, list[str]()
+    before, write_out, written = signal.getsignal(signal.SIGINT), event_output.write, list[str]()
 
     def then_stop(text: str) -> None:
         write_out(text)
@@ -149,7 +149,7 @@ def test_ctrl_c_ends_an_answer(
         if text.strip() and not "".join(written[:-1]).strip():  # the first there is
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(shown, "write", then_stop)
+    monkeypatch.setattr(event_output, "write", then_stop)
     given = replace(settings(model), n_predict=60)
     # on a terminal the conversation goes on; in a script nobody is there to go on
     assert spoken(given, "a\nb\n", monkeypatch, terminal) == (0 if terminal else 130)
@@ -165,7 +165,7 @@ def test_a_second_ctrl_c_leaves(
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(shown, "write", twice)
+    monkeypatch.setattr(event_output, "write", twice)
     assert (
         spoken(replace(settings(model), n_predict=60), "a\nb\n", monkeypatch, terminal=True) == 130
     )

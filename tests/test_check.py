@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from packtrain import ops
-from packtrain.backends import cpu, numpy
-from packtrain.checking import cases, table
-from packtrain.checking.functions import FUNCTIONS
-from packtrain.cli import main
-from packtrain.ops import __all__ as every
-from packtrain.tensor import OPS
+from packtrain.cli.main import main
+from packtrain.devtools.check import check_cases, check_table
+from packtrain.devtools.check.function_checks import FUNCTIONS
+from packtrain.engine import ops
+from packtrain.engine.backends import cpu, numpy
+from packtrain.engine.ops import __all__ as every
+from packtrain.engine.tensor import OPS
 from tests import checks
 from tests.faults import kernel
 
@@ -31,12 +31,12 @@ def test_functions_are_checked_as_ops_are() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_their_gradients(name: str) -> None:
-    checks.passed(cases.checked_values(name, (cpu, numpy)))
-    checks.passed(cases.checked_slopes(name))
+    checks.passed(check_cases.checked_values(name, (cpu, numpy)))
+    checks.passed(check_cases.checked_slopes(name))
 
 
 def test_every_type_that_an_op_takes_is_checked() -> None:
-    found = [one.dtype for one in cases.checked_values("matmul", (cpu,))]
+    found = [one.dtype for one in check_cases.checked_values("matmul", (cpu,))]
     assert {"f32", "f16", "bf16", "q8_0", "q4_K", "iq4_xs", "mxfp4"} <= {*found}
 
 
@@ -52,7 +52,7 @@ def test_the_table_and_the_files(
     count = sum(row["cases"] for row in made["rows"])
     assert f"{made['cases']} cases of 2 ops and functions in" in shown and count == made["cases"]
     assert made["failed"] == []
-    monkeypatch.setattr(table, "has_torch", lambda: False)
+    monkeypatch.setattr(check_table, "has_torch", lambda: False)
     assert main(["check", "neg"]) == 0
     assert (
         "nothing was compared with PyTorch: that takes PyTorch and a checkout"
@@ -118,6 +118,6 @@ def test_what_cannot_be_checked_is_said(
 
 def test_the_page_lists_the_registry_as_it_is() -> None:
     listed = [line[2:].split(" | ") for line in PAGE.read_text().splitlines() if line[:3] == "| `"]
-    assert PAGE.read_text().startswith(table.PAGE)
-    made = [table.about(name) for name in cases.names()]
+    assert PAGE.read_text().startswith(check_table.PAGE)
+    made = [check_table.about(name) for name in check_cases.names()]
     assert [row[:COLUMNS] for row in listed] == made, "write it again: packtrain check --markdown"

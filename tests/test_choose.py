@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.cli import main
-from packtrain.errors import InputError
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
 from packtrain.gguf import GGUF
-from packtrain.tasks.choose import Try, _order
+from packtrain.workflows.type_choice import Try, _order
 from tests.architectures import random_model
 
 

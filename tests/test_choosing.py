@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import kernels, ops
+from packtrain import kernels
 from packtrain.dtypes import f64, i64
-from packtrain.sampling import Candidates, Chain, Sampling, draws
+from packtrain.engine import ops
+from packtrain.inference.sampling import Candidates, Chain, Sampling, draws
 
 ROWS, VOCAB, K = 64, 500, 64
 

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.answers import Answers
-from packtrain.context import Cache, Context, ContextError, Sizes, placements
-from packtrain.drafting import SmallModel
-from packtrain.errors import InputError
-from packtrain.events import Events
-from packtrain.generation import Generator, Limits, Reply
-from packtrain.run import Session
-from packtrain.sampling import (
+from packtrain.common.errors import InputError
+from packtrain.common.events import Events
+from packtrain.engine.executor import Session
+from packtrain.inference.generator import Generator, Limits, Reply
+from packtrain.inference.kv_cache import Cache, Context, ContextError, Sizes, placements
+from packtrain.inference.parallel_answers import Answers
+from packtrain.inference.sampling import (
     CANDIDATES,
     LOGITS,
     MOST,
@@ -26,10 +25,11 @@ from packtrain.sampling import (
     Chain,
     Cut,
     Sampling,
-    chain,
+    sampler_chain,
 )
-from packtrain.sampling.cut import cut, place_of
-from packtrain.tasks.generate import Generate, generate
+from packtrain.inference.sampling.candidate_cuts import cut, place_of
+from packtrain.inference.speculative import SmallModel
+from packtrain.workflows.text_generation import Generate, generate
 from tests.architectures import random_model
 from tests.models import CONFIG, values
 from tests.test_drafting import KNOWN, Wild
@@ -89,7 +89,7 @@ each_chain = pytest.mark.parametrize(
 def on_the_host() -> Iterator[None]:
     """All logits leave the device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain, "cut", lambda *given, **how: Cut())
+        patch.setattr(sampler_chain, "cut", lambda *given, **how: Cut())
         yield
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from packtrain import cli
-from packtrain.cli import COMMANDS, main
-from packtrain.errors import InputError
+from packtrain.cli import main as cli
+from packtrain.cli.main import COMMANDS, main
+from packtrain.common.errors import InputError
+from packtrain.common.options import GROUPS, option, to_yaml
+from packtrain.common.options import flag as flag_of
+from packtrain.common.text import did_you_mean, in_colour, plural
 from packtrain.kernels import runtime
-from packtrain.settings import GROUPS, option, to_yaml
-from packtrain.settings import flag as flag_of
-from packtrain.training.settings import TrainSettings
-from packtrain.training.tune_settings import TuneSettings
-from packtrain.words import did_you_mean, in_colour, plural
+from packtrain.training.finetune_settings import TuneSettings
+from packtrain.training.train_settings import TrainSettings
 from tests.test_model_file import save
 
 
@@ -274,10 +274,10 @@ def test_an_input_error_keeps_to_one_line():
 def test_what_needs_no_command_loads_none(asked: str) -> None:
     """Loading all of them takes a second."""
     seen = (
-        "import sys; from packtrain.cli import main\n"
+        "import sys; from packtrain.cli.main import main\n"
         f"try: main([{asked!r}])\n"
         "except SystemExit: pass\n"
-        "print([m for m in sys.modules if m == 'numpy' or m.startswith('packtrain.commands.')])"
+        "print([m for m in sys.modules if m == 'numpy' or m.startswith('packtrain.cli.')])"
     )
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -288,7 +288,7 @@ def test_help_of_a_package_in_an_archive_or_without_sources(tmp_path, monkeypatc
     with zipfile.ZipFile(tmp_path / "packtrain.zip", "w") as archive:
         for path in package.rglob("*.py"):
             archive.write(path, path.relative_to(package.parent))
-    command = [sys.executable, "-P", "-m", "packtrain.cli", "--help"]
+    command = [sys.executable, "-P", "-m", "packtrain.cli.main", "--help"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "packtrain.zip")}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert "show what is in a GGUF file" in done.stdout, done.stderr

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.commands import generate, inspect, shown
-from packtrain.commands.inspect import Inspect
+from packtrain.cli import event_output, generate, inspect
+from packtrain.cli.inspect import Inspect
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.options import from_values
 from packtrain.dtypes import BLOCK_TYPES
-from packtrain.errors import DoesNotFit, InputError
 from packtrain.gguf import Value, write
-from packtrain.models.file import open_model
-from packtrain.settings import from_values
-from packtrain.tasks.generate import Generate
+from packtrain.models.model_file import open_model
+from packtrain.workflows.text_generation import Generate
 from tests.test_generate import STORY
 from tests.test_model_file import CONFIG, SHARED, STORIES, needs_shared, save
 
@@ -73,7 +73,7 @@ def test_generate_goes_on_to_a_full_context(model: Path, capsys: Capture) -> Non
 def test_generate_keeps_what_it_has_when_interrupted(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, write_out, written = signal.getsignal(signal.SIGINT), shown.write, list[str]()
+    before, write_out, written = signal.getsignal(signal.SIGINT), event_output.write, list[str]()
 
     def then_stop(text: str) -> None:
         write_out(text)
@@ -81,7 +81,7 @@ def test_generate_keeps_what_it_has_when_interrupted(
         if len(written) == 6:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(shown, "write", then_stop)
+    monkeypatch.setattr(event_output, "write", then_stop)
     code = generate.run(Generate(model, prompt="the", n_predict=-1, temp=9.0, seed=1))
     out, said = capsys.readouterr()
     assert code == 130 and "ended by an interruption" in said

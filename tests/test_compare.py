@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 import packtrain as pt
-from packtrain.cli import main
-from packtrain.commands.compare import page
-from packtrain.errors import InputError
-from packtrain.tasks import judge
-from packtrain.tasks.compare import (
+from packtrain.cli.compare import page
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.training.model_loss import Mean
+from packtrain.training.monitoring.runs_page import live_page
+from packtrain.workflows import judge_command
+from packtrain.workflows.comparison import (
     FINAL,
     LONGER,
     MATCH,
@@ -25,9 +27,7 @@ from packtrain.tasks.compare import (
     _sides,
     final_answer,
 )
-from packtrain.tasks.judge import command_of, judged
-from packtrain.training.measure import Mean
-from packtrain.watch.page import live_page
+from packtrain.workflows.judge_command import command_of, judged
 from tests.architectures import random_model
 from tests.browser import chromium
 from tests.kill import words
@@ -246,7 +246,7 @@ def test_a_judge_that_prints_no_scores_is_named(code, why):
 
 
 def test_a_judge_that_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr(judge, "SECONDS_PER_ANSWER", 0.01)
+    monkeypatch.setattr(judge_command, "SECONDS_PER_ANSWER", 0.01)
     with pytest.raises(InputError, match="has not ended after"):
         judged(["sleep", "600"], [{"answer": "a"}])
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from packtrain import kernels
-from packtrain.child import variables
-from packtrain.errors import DoesNotFit
+from packtrain.common.child_process import variables
+from packtrain.common.errors import DoesNotFit
+from packtrain.common.memory import private_nbytes_of
+from packtrain.engine.optim import AdamW
 from packtrain.kernels import ahead, store
 from packtrain.kernels.ahead import MIB, Way
-from packtrain.memory import private_nbytes_of
-from packtrain.optim import AdamW
 from tests.test_model_file import CONFIG, save
 
 
@@ -99,7 +99,7 @@ def test_a_child_that_fails_is_said_and_ends_the_others(monkeypatch: pytest.Monk
 
 LOADED = """
 import json, sys
-from packtrain.cli import main
+from packtrain.cli.main import main
 code = main(sys.argv[1:])
 from packtrain import kernels
 assert "numba" not in sys.modules

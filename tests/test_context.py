@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from packtrain import Session, Stopped
-from packtrain.context import Cache, CacheFull, Context, ContextError, Sizes, placements
-from packtrain.context.plans import cache_of
 from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32
+from packtrain.inference.kv_cache import Cache, CacheFull, Context, ContextError, Sizes, placements
+from packtrain.inference.kv_cache.decode_plans import cache_of
 from packtrain.models.config import Config
 from tests.models import values
 

@@ -14,13 +14,21 @@ import numpy as np
 import pytest
 
 from packtrain import Session
-from packtrain.context import Cache, CacheFull, Context, ContextError, Sizes, placements, room
-from packtrain.context.state import DIGEST, HEAD, MAGIC, VERSION, Origin, of_bytes
+from packtrain.common.errors import DoesNotFit
 from packtrain.dtypes import Dtype, f16, f32
-from packtrain.errors import DoesNotFit
+from packtrain.engine.optim import AdamW
+from packtrain.inference.kv_cache import (
+    Cache,
+    CacheFull,
+    Context,
+    ContextError,
+    Sizes,
+    context_size,
+    placements,
+)
+from packtrain.inference.kv_cache.saved_state import DIGEST, HEAD, MAGIC, VERSION, Origin, of_bytes
 from packtrain.models.config import Config
-from packtrain.models.file import open_model
-from packtrain.optim import AdamW
+from packtrain.models.model_file import open_model
 from tests.architectures import CONFIGS, random_model
 from tests.models import batch, bind, steps, values
 from tests.test_context import Q8_0, RING, WINDOWED, context, off
@@ -319,12 +327,12 @@ def test_few_plans_tell_the_largest_context(tmp_path: Path, monkeypatch: pytest.
         asked.append(placed["cells"])
         return 1000 * asked[-1]
 
-    monkeypatch.setattr(room, "needed", counted)
+    monkeypatch.setattr(context_size, "needed", counted)
     random_model(tmp_path / "m.gguf", "llama")
     made: Any = lambda cells: (Cache(cells), {"cells": cells})  # noqa: E731
     for cells in (64, 4000, 4200, 100_000):
         with pytest.raises(DoesNotFit, match="is the least"):
-            room.check_room(cells, 1, made, open_model(tmp_path / "m.gguf"), 0)
+            context_size.check_room(cells, 1, made, open_model(tmp_path / "m.gguf"), 0)
     assert len(asked) == 8
 
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from packtrain import quant
-from packtrain.cli import main
-from packtrain.convert import convert
-from packtrain.convert.steps import read_steps
-from packtrain.convert.vocabulary import UNUSED
-from packtrain.errors import InputError
-from packtrain.generation import Generator
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import convert
+from packtrain.conversion.hugging_face.tokenizer_steps import read_steps
+from packtrain.conversion.hugging_face.vocabulary import UNUSED
+from packtrain.data.tokenizer import CONTROL, USER_DEFINED, Tokenizer, split_rules
 from packtrain.gguf import GGUF
-from packtrain.models.file import open_model
-from packtrain.tokenizer import CONTROL, USER_DEFINED, Tokenizer, rules
+from packtrain.inference.generator import Generator
+from packtrain.kernels import quantized_arrays
+from packtrain.models.model_file import open_model
 from tests import hugging_face
 from tests.hugging_face import (
     internlm2,
@@ -230,7 +230,7 @@ def test_no_tensor_is_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
     """Rows go through by parts; turned ones by whole heads, to the same bytes."""
     write_checkpoint(tmp_path / "model", intermediate_size=4096)
     convert(tmp_path / "model", tmp_path / "whole.gguf", "bf16")
-    monkeypatch.setattr("packtrain.convert.tensors.PART", 1 << 11)
+    monkeypatch.setattr("packtrain.conversion.hugging_face.tensor_names.PART", 1 << 11)
     tracemalloc.start()
     convert(tmp_path / "model", tmp_path / "model.gguf", "bf16")
     peak = tracemalloc.get_traced_memory()[1]
@@ -278,7 +278,7 @@ def with_bpe(folder: Path, kind: str = "qwen2", **changes: Any) -> Path:
     """A checkpoint with a byte-level vocabulary."""
     write_checkpoint(folder, kind)
     (folder / "tokenizer.model").unlink()
-    fast = hugging_face.bpe_tokenizer(rules.LLAMA_3_STEP, ignore_merges=True) | changes
+    fast = hugging_face.bpe_tokenizer(split_rules.LLAMA_3_STEP, ignore_merges=True) | changes
     (folder / "tokenizer.json").write_text(json.dumps(fast))
     about = {
         "bos_token": {"content": "<|begin|>"}, "eos_token": "<|eot_id|>", "add_eos_token": False,
@@ -337,9 +337,9 @@ def cut_by(pattern: str) -> dict[str, Any]:
 STEPS: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [BYTES],
     "smollm": [{"type": "Digits", "individual_digits": True}, BYTES],
-    "qwen2": [cut_by(rules.QWEN_2_STEP), PLAIN_BYTES],
-    "tekken": [cut_by(rules.TEKKEN_STEP), PLAIN_BYTES],
-    "gpt-4o": [cut_by(rules.GPT_4O_STEP), PLAIN_BYTES],
+    "qwen2": [cut_by(split_rules.QWEN_2_STEP), PLAIN_BYTES],
+    "tekken": [cut_by(split_rules.TEKKEN_STEP), PLAIN_BYTES],
+    "gpt-4o": [cut_by(split_rules.GPT_4O_STEP), PLAIN_BYTES],
     "falcon": [
         {"type": "Punctuation", "behavior": "Contiguous"}, BYTES, {"type": "Digits", "individual_digits": False},
         cut_by("[0-9][0-9][0-9]"),
@@ -530,7 +530,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(given) == 2 and own.read_bytes() == before
         assert f"{own} is one of the files that are read" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "tiny-1.5"), "--overwrite"]) == 0
-    assert quant.dequantize(GGUF(path).array("token_embd.weight")).shape == (hugging_face.V, 64)
+    assert quantized_arrays.dequantize(GGUF(path).array("token_embd.weight")).shape == (
+        hugging_face.V,
+        64,
+    )
 
 
 def test_experts_in_mxfp4_keep_their_blocks(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.convert import convert, open_checkpoint
-from packtrain.convert.description import Description, describe
-from packtrain.convert.unread import NEUTRAL, WITHOUT_EFFECT
-from packtrain.errors import InputError
-from packtrain.generation import Generator
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import convert, open_checkpoint
+from packtrain.conversion.hugging_face.config_translation import Description, describe
+from packtrain.conversion.hugging_face.unread_keys import NEUTRAL, WITHOUT_EFFECT
 from packtrain.gguf import GGUF
+from packtrain.inference.generator import Generator
 from packtrain.models.arch import classes
-from packtrain.models.file import open_model
+from packtrain.models.model_file import open_model
 from tests import hugging_face
 from tests.hugging_face import YARN, write_checkpoint, write_safetensors
 
@@ -359,7 +359,8 @@ def test_a_file_that_cannot_run_is_not_written(
         convert(tmp_path / "m", tmp_path / "m.gguf")
     write_checkpoint(tmp_path / "m")
     monkeypatch.setattr(
-        "packtrain.convert.description._expert_keys", lambda sizes: {"expert_count": 7}
+        "packtrain.conversion.hugging_face.config_translation._expert_keys",
+        lambda sizes: {"expert_count": 7},
     )
     with pytest.raises(InputError, match=r"m\.gguf: (?!.*\.part).*expert"):
         convert(tmp_path / "m", tmp_path / "m.gguf")

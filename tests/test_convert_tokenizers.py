@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from packtrain.convert import agreement
-from packtrain.convert.checkpoint import Checkpoint
-from packtrain.convert.vocabulary import vocabulary_of
-from packtrain.errors import InputError
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import tokenizer_agreement
+from packtrain.conversion.hugging_face.checkpoint_folder import Checkpoint
+from packtrain.conversion.hugging_face.vocabulary import vocabulary_of
+from packtrain.data.tokenizer import Tokenizer, split_rules
 from packtrain.models.arch import classes
-from packtrain.models.arch.given import Given
-from packtrain.tokenizer import Tokenizer, rules
+from packtrain.models.arch.hf_config import Given
 from tests.hugging_face import added, byte_characters
 
 CASES = Path(__file__).parents[2] / "shared/cases/tokens"
@@ -56,7 +56,7 @@ def sequence(key: str, *steps: dict[str, Any]) -> dict[str, Any]:
 TO_SPACE = step("Replace", pattern={"String": " "}, content=SPACE)
 PREPEND = step("Prepend", prepend=SPACE)
 TEXT = {"Sequence": {"id": "A", "type_id": 0}}
-CUT = rules.QWEN_2_STEP
+CUT = split_rules.QWEN_2_STEP
 BYTES = step("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
 SPECIAL = [added(i, text) for i, text in enumerate(("<unk>", "<s>", "</s>"))]
 PAIRS = [("h", "e"), ("l", "l"), ("he", "ll"), ("o", "r"), ("w", "or"), ("b", "c"), ("a", "bc")]
@@ -236,7 +236,7 @@ SAID: dict[str, tuple[Any, dict[str, Any], str]] = {
     "spaces there": (pieces_json, {"pre_tokenizer": metaspace()}, "Metaspace puts a space before texts that have none"),
     "first": (pieces_json, {"pre_tokenizer": metaspace("first")}, "also after special tokens"),
     "composed": (bytes_json, {"normalizer": step("NFC")}, "normalizer NFC is not applied"),
-    "beyond ASCII": (bytes_json, cuts(split(rules.GPT_4O_STEP), BYTES), "pre-tokenizer gpt-4o splits"),
+    "beyond ASCII": (bytes_json, cuts(split(split_rules.GPT_4O_STEP), BYTES), "pre-tokenizer gpt-4o splits"),
     "truncation": (
         bytes_json, {"truncation": {"max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}},
         "truncation is left out",
@@ -349,7 +349,7 @@ def test_other_ids_are_refused_with_the_first_text_that_differs(
     """A package that lowers texts stands for a step that the table does not know."""
     tokenizer = written(folder_of(tmp_path, bytes_json()))
     monkeypatch.setattr(
-        agreement, "_by_package", lambda path: lambda text: tokenizer.encode(text.lower())
+        tokenizer_agreement, "_by_package", lambda path: lambda text: tokenizer.encode(text.lower())
     )
     with pytest.raises(
         InputError, match="the tokenizers package encodes \"Hello World, it's I'M we'll\" as"
@@ -359,8 +359,8 @@ def test_other_ids_are_refused_with_the_first_text_that_differs(
 
 def test_the_texts_are_about_two_hundred_of_many_scripts_then_neighbours(tmp_path: Path) -> None:
     tokenizer = written(folder_of(tmp_path, bytes_json()))
-    texts = list(agreement._texts(tokenizer))
-    fixed = len(agreement.SAMPLES.split("|")) * len(agreement.FRAMES.split("|"))
+    texts = list(tokenizer_agreement._texts(tokenizer))
+    fixed = len(tokenizer_agreement.SAMPLES.split("|")) * len(tokenizer_agreement.FRAMES.split("|"))
     assert 180 <= fixed <= 240 and len(texts) > fixed
     for part in (
         "e\u0301",

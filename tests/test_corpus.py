@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from packtrain import gguf, kernels
-from packtrain.corpus import Corpus, Text, Tokens, documents, prepare, records, streams
-from packtrain.corpus.build import write_corpus
-from packtrain.corpus.cache import _fingerprint, read_corpus
-from packtrain.corpus.documents import split
-from packtrain.corpus.report import Report
-from packtrain.errors import DoesNotFit, InputError
-from packtrain.memory import private_nbytes, settle
-from packtrain.tokenizer import Tokenizer
-from packtrain.vocabulary import train_vocabulary, vocabulary_of
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.memory import private_nbytes, settle
+from packtrain.data.text import Corpus, Text, Tokens, documents, prepare, records, text_streams
+from packtrain.data.text.build_corpus import write_corpus
+from packtrain.data.text.corpus_cache import _fingerprint, read_corpus
+from packtrain.data.text.documents import split
+from packtrain.data.text.reading_report import Report
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.data.train_vocabulary import train_vocabulary, vocabulary_of
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 needs_shared = pytest.mark.shared
@@ -111,7 +111,7 @@ def test_documents_of_a_text(
     tmp_path: Path, vocab: Path, text: str, separator: str | None, wanted: list[str], chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
     assert parts_of(one(tmp_path, text), vocab, separator=separator) == (wanted, None)
 
 
@@ -128,7 +128,7 @@ def test_borders_of_pieces_change_no_token(
     tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ):
     text = PROSE + "größer  \n\n\U0001f600\u2581 \n x" * 9
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
     found, _ = parts_of(one(tmp_path, text), vocab)  # texts_of encodes it as a whole
     assert found == [text.replace("\u2581", " ")]
 
@@ -149,7 +149,7 @@ def test_pieces_of_real_vocabularies(name: str):
 def test_byte_level_vocabularies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     vocab = SHARED / "tokenizers/ggml-vocab/ggml-vocab-llama-bpe.gguf"
     texts = ["  It's 12345 o'clock\n\n\n\u4e2d\u6587\u3002\u2581 <|end_of_text|> x", "\U0001f600 a"]
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", 7)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", 7)
     found, _ = parts_of(one(tmp_path, "\n<|endoftext|>\n".join(texts)), vocab)
     assert found == texts
 
@@ -204,7 +204,7 @@ def test_where_a_text_is_cut(text: str, at: int, wanted: int):
 
 def test_a_cut_between_two_pieces(tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch):
     for chunk in range(1, 12):
-        monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
+        monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
         train, valid = parts_of(one(tmp_path, "abcdefghij" * 8), vocab, val_split=0.5)
         assert train + (valid or []) == ["abcdefghij" * 4] * 2
 
@@ -238,7 +238,7 @@ def test_bad_files(
     tmp_path: Path, vocab: Path, name: str, content: bytes, said: str, chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=said) as raised:
         parts_of(tmp_path / name, vocab)
@@ -362,7 +362,7 @@ def test_an_interrupt_ends_the_child_and_leaves_nothing(
     """Sent to the parent, or as a terminal does to both; also where it only sets a flag in the parent."""
     code = (
         "from pathlib import Path\nfrom contextlib import nullcontext\n"
-        "from packtrain.corpus import Text, prepare\nfrom packtrain.stop import stop_on_signals\n"
+        "from packtrain.data.text import Text, prepare\nfrom packtrain.common.signals import stop_on_signals\n"
         f"with stop_on_signals() if {noted} else nullcontext():\n"
         "    text = Text(Path('data.txt'), Path('vocab.gguf'), 320, True, None, 0.0)\n"
         "    prepare(text, Path('cache'), print)"
@@ -393,8 +393,8 @@ def test_a_child_that_fails_says_why(tmp_path: Path, vocab: Path, monkeypatch: p
 
 
 def test_progress_is_said(tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("packtrain.corpus.build.SECONDS_BETWEEN_LINES", -1.0)
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", 1_000_000)
+    monkeypatch.setattr("packtrain.data.text.build_corpus.SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", 1_000_000)
     said: list[str] = []
     folder = tmp_path / "made"
     folder.mkdir()
@@ -419,7 +419,7 @@ def test_a_reader_stays_within_memory_or_names_the_row(tmp_path):
 
 def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "LONGEST", 1000)
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", 100)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", 100)
     for name, text in (("a.jsonl.gz", '{"text": "a"}\n"%s"'), ("b.json.gz", '[\n"%s"]')):
         path = tmp_path / name
         path.write_bytes(gzip.compress((text % ("x" * 5000)).encode()))

@@ -8,19 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-import packtrain.ops
-from packtrain import cost, kernels, ops, speed
-from packtrain.cost import Rates, call_seconds, cost_of, moved
-from packtrain.design import rates as kept_rates
-from packtrain.design.rates import faster, kept, rates
+import packtrain.engine.ops
+from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, f32
-from packtrain.graph import Graph
+from packtrain.engine import ops
+from packtrain.engine.graph import Graph
+from packtrain.engine.ops import costs
+from packtrain.engine.placement import place
+from packtrain.engine.step import Step
+from packtrain.engine.tensor import OPS, Tensor, input, weight
 from packtrain.kernels.runtime import multiplies
-from packtrain.ops import costs
-from packtrain.placing import place
-from packtrain.speed import Timing, layers, measured, probes
-from packtrain.steps import Step
-from packtrain.tensor import OPS, Tensor, input, weight
+from packtrain.planner import cost_model, speed_probe
+from packtrain.planner import machine_speed as kept_rates
+from packtrain.planner.cost_model import Rates, call_seconds, cost_of, moved
+from packtrain.planner.machine_speed import faster, kept, rates
+from packtrain.planner.speed_probe import Timing, layers, measured, probes
 
 Q8_0 = BLOCK_TYPES["q8_0"]
 MULTIPLY = {
@@ -151,7 +153,7 @@ def test_measuring_takes_few_bytes_and_little_time():
     assert found.flops > 1e8 and found.of("unpack q8_0") > 1e6 and found.threads >= 1
     for _, y in probes([Q8_0]):
         step = step_of(y)
-        assert moved(step, cost.Cost()) <= 48 << 20
+        assert moved(step, cost_model.Cost()) <= 48 << 20
 
 
 def test_work_that_was_not_measured_has_a_typical_rate():
@@ -232,9 +234,9 @@ def test_what_layers_take_longer_than_their_calls_lowers_all_rates():
         timing.calls.append((kind, step, call_seconds(step, KNOWN, step.results)))
     alone = timing.rates(2)
     placed = place(Graph([layers()]))
-    timing.step = placed, 1.5 * cost.seconds(placed, alone)
-    assert cost.seconds(placed, timing.rates(2)) == pytest.approx(timing.step[1])
-    timing.step = placed, 0.5 * cost.seconds(placed, alone)
+    timing.step = placed, 1.5 * cost_model.seconds(placed, alone)
+    assert cost_model.seconds(placed, timing.rates(2)) == pytest.approx(timing.step[1])
+    timing.step = placed, 0.5 * cost_model.seconds(placed, alone)
     assert timing.rates(2) == alone
 
 
@@ -261,4 +263,4 @@ def test_data_that_hides_keys_makes_attention_cheaper_and_nothing_else():
 def test_of_two_busy_moments_the_faster_counts():
     slow = replace(KNOWN, flops=1e10, call=1e-5, kinds={"pack": 1.0})
     assert faster(slow, KNOWN) == replace(KNOWN)
-    assert speed.BEGIN.of("pack") > 0
+    assert speed_probe.BEGIN.of("pack") > 0

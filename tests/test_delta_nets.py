@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.convert import convert
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import convert
 from packtrain.dtypes import i32
-from packtrain.errors import InputError
+from packtrain.engine.graph import Graph
+from packtrain.engine.interpreter import interpret
+from packtrain.engine.ops import delta_rule, delta_rule_back
+from packtrain.engine.tensor import input
 from packtrain.gguf import GGUF, Value, write
-from packtrain.graph import Graph
-from packtrain.interpreting import interpret
-from packtrain.models.file import open_model
-from packtrain.models.metadata import metadata
-from packtrain.ops import delta_rule, delta_rule_back
-from packtrain.tensor import input
+from packtrain.models.model_file import open_model
+from packtrain.models.model_metadata import metadata
 from tests.architectures import CONFIGS, random_weights, vocabulary
 from tests.hugging_face import write_checkpoint, write_safetensors
 from tests.models import bind

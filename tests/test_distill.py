@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import kernels, ops
-from packtrain.checking.running import run
-from packtrain.cli import main
+from packtrain import kernels
+from packtrain.cli.main import main
+from packtrain.devtools.check.running import run
+from packtrain.engine import ops
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.graph import Graph
 from packtrain.gguf import write
-from packtrain.grad import differentiate
-from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.models.distill import Distill
-from packtrain.models.file import open_model
+from packtrain.models.distillation_loss import Distill
+from packtrain.models.model_file import open_model
 from packtrain.models.transformer import Loss
-from packtrain.training.teacher import FILE
-from packtrain.watch import metrics
+from packtrain.training.monitoring import metrics_file
+from packtrain.training.teacher_logits import FILE
 from tests.architectures import CONFIGS, random_model
 from tests.room import room
 from tests.test_train import assert_resumes, said, signal_after
@@ -194,7 +195,7 @@ def tuned(folder: Path, output: Path, *more: str, base: str = "llama tied") -> i
 
 def losses(output: Path) -> list[float]:
     path = output.with_suffix(".run") / "metrics.jsonl"
-    return [r["loss"] for r in metrics.read(path) if "loss" in r]
+    return [r["loss"] for r in metrics_file.read(path) if "loss" in r]
 
 
 def test_what_the_teacher_says_is_kept(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -220,10 +221,10 @@ def test_a_teacher_that_is_the_model_leaves_it_as_it_is(folder: Path, tmp_path: 
     output = tmp_path / "tuned.gguf"
     more = ["--iters", "1", "--distill-weight", "1", "--distill-top", "128"]
     assert tuned(folder, output, *more) == 0
-    record = next(iter(metrics.read(output.with_suffix(".run") / "metrics.jsonl")))
+    record = next(iter(metrics_file.read(output.with_suffix(".run") / "metrics.jsonl")))
     other = tmp_path / "other.gguf"
     assert tuned(folder, other, "--iters", "1", "--distill-weight", "0.001") == 0
-    plain = next(iter(metrics.read(other.with_suffix(".run") / "metrics.jsonl")))
+    plain = next(iter(metrics_file.read(other.with_suffix(".run") / "metrics.jsonl")))
     assert record["grad_norm"] < 0.5 * plain["grad_norm"]
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.context import Cache, Context, Sizes, placements
-from packtrain.drafting import Lookup, SmallModel
-from packtrain.errors import InputError
-from packtrain.events import Events
-from packtrain.generation import Drafter, Generator, Limits, Reply
-from packtrain.models.file import check_vocabularies
-from packtrain.run import Session
-from packtrain.sampling import Sampling
-from packtrain.tasks.generate import Generate, generate
+from packtrain.common.errors import InputError
+from packtrain.common.events import Events
+from packtrain.engine.executor import Session
+from packtrain.inference.generator import Drafter, Generator, Limits, Reply
+from packtrain.inference.kv_cache import Cache, Context, Sizes, placements
+from packtrain.inference.sampling import Sampling
+from packtrain.inference.speculative import Lookup, SmallModel
+from packtrain.models.model_file import check_vocabularies
+from packtrain.workflows.text_generation import Generate, generate
 from tests.architectures import random_model
 from tests.models import CONFIG, values
 from tests.test_generate import PROMPT, tokenizer

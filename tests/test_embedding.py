@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.cli import main
-from packtrain.embedding import batches, normalized
-from packtrain.errors import InputError, Interrupted
-from packtrain.events import Callbacks
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError, Interrupted
+from packtrain.common.events import Callbacks
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.file import open_model
-from packtrain.tasks.embed import Embed, embed
+from packtrain.inference.embeddings import batches, normalized
+from packtrain.models.model_file import open_model
+from packtrain.workflows.text_embeddings import Embed, embed
 from tests.architectures import random_model
 from tests.numpy_models import Model
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.cli import main
-from packtrain.training.ending import why_ended
-from packtrain.training.settings import TrainSettings
-from packtrain.training.state import Progress, load
-from packtrain.watch import metrics
+from packtrain.cli.main import main
+from packtrain.training.checkpoints import Progress, load
+from packtrain.training.monitoring import metrics_file
+from packtrain.training.stop_criteria import why_ended
+from packtrain.training.train_settings import TrainSettings
 from tests.kill import words
 from tests.test_train import arguments, said, weights
 
@@ -84,7 +84,7 @@ def test_a_run_ends_where_it_does_when_resumed(
     assert main(arguments(data, whole, "--iters", "40", *even, *flags.split())) == 0
     text = "\n".join(said(capsys))
     assert re.search(f"stopped early: {sentence}", text)
-    records = metrics.read(tmp_path / "whole.run/metrics.jsonl")[:-1]
+    records = metrics_file.read(tmp_path / "whole.run/metrics.jsonl")[:-1]
     assert len(records) < 40 and "val_loss" in records[-1]
     begun = max(len(records) - 1, 1)
     assert main(arguments(data, parts, "--iters", str(begun), *even, *flags.split())) == 0

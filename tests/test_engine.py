@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from packtrain.backends import aligned, cpu
-from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, make_plans
-from packtrain.design.shape import StepShape
-from packtrain.graph import Graph
+from packtrain.engine.backends import aligned, cpu
+from packtrain.engine.graph import Graph
+from packtrain.engine.optim import AdamW
+from packtrain.engine.placement import place
 from packtrain.models import transformer
-from packtrain.models.cache import Cells
-from packtrain.models.cached import Cache, generation
-from packtrain.optim import AdamW
-from packtrain.placing import place
-from packtrain.recompute import uniform
-from packtrain.training.engine import Engine
-from packtrain.training.schedule import Schedule
+from packtrain.models.cached_transformer import Cache, generation
+from packtrain.models.kv_cell_table import Cells
+from packtrain.planner.checkpointing import uniform
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import EVALUATE, MICRO, STEP, UPDATE, make_plans
+from packtrain.training.lr_schedule import Schedule
+from packtrain.training.training_engine import Engine
 from tests.models import CONFIG, batch, values
 
 ROWS, TIME = 4, 16

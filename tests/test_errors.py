@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import Graph, GraphError, debug, differentiate, make_plan, ops, place
-from packtrain.backends import Target
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import StepShape
+from packtrain import Graph, GraphError, differentiate, make_plan, place
+from packtrain.common import debug
 from packtrain.dtypes import i32
+from packtrain.engine import ops
+from packtrain.engine.backends import Target
+from packtrain.engine.optim import AdamW
+from packtrain.engine.tensor import Kernel, named
 from packtrain.models.config import PRESETS
-from packtrain.optim import AdamW
-from packtrain.tensor import Kernel, named
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
 from tests.models import CONFIG, batch, bind, same_bits, steps, values
 
 FILE = "test_errors.py"

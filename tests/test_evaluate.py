@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.cli import main
-from packtrain.commands import evaluate
-from packtrain.errors import InputError, Interrupted
+from packtrain.cli import evaluate
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError, Interrupted
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.file import open_model, save_model
-from packtrain.tasks.evaluate import Evaluate, file_to_measure
-from packtrain.training.measure import Mean, losses_of
-from packtrain.training.windows import Windows, read_whole
-from packtrain.watch import progress
-from packtrain.watch.count import Count
+from packtrain.models.model_file import open_model, save_model
+from packtrain.training.model_loss import Mean, losses_of
+from packtrain.training.monitoring import progress
+from packtrain.training.monitoring.work_progress import Count
+from packtrain.training.perplexity_windows import Windows, read_whole
+from packtrain.workflows.evaluation import Evaluate, file_to_measure
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.kill import chats
@@ -35,7 +35,7 @@ FOUND = re.compile(r"loss ([\d.]+) ± ([\d.]+) nats per token, perplexity ([\d.]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.tasks.evaluate.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("packtrain.workflows.evaluation.cache_root", lambda: tmp_path / "cache")
 
 
 @pytest.fixture

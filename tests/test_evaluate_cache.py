@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.cli import main
-from packtrain.errors import InputError
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
 from tests.architectures import random_model
 from tests.kill import chats
 from tests.test_evaluate import WORDS
@@ -16,7 +16,7 @@ from tests.test_evaluate import WORDS
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.tasks.evaluate.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("packtrain.workflows.evaluation.cache_root", lambda: tmp_path / "cache")
 
 
 def losses(model: Path, data: Path, **how: Any) -> np.ndarray:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import kernels, ops, quant
+from packtrain import kernels
+from packtrain.engine import ops
+from packtrain.kernels import quantized_arrays
 from tests import checks
 
 T, C, E, F = 40, 48, 6, 65  # tokens, width, experts, feed-forward width
@@ -132,9 +134,11 @@ def test_packed_experts_compute_what_their_values_do(dtype: pt.dtypes.Dtype) -> 
     made = []
     for packed in (True, False):
         x, router = (pt.input(name, value.shape) for name, value in given.items())
-        stored = [quant.quantize(value, dtype) for value in values.values()]
+        stored = [quantized_arrays.quantize(value, dtype) for value in values.values()]
         matrices = [
-            pt.constant("w", s, dtype) if packed else pt.constant("w", quant.dequantize(s))
+            pt.constant("w", s, dtype)
+            if packed
+            else pt.constant("w", quantized_arrays.dequantize(s))
             for s in stored
         ]
         loss = ops.sum(ops.sqr(ops.experts(x, router, *matrices, used=2)))

@@ -9,16 +9,16 @@ from types import ModuleType
 import pytest
 
 import packtrain
-import packtrain.optim  # its ops are known when it is loaded
-from packtrain import ops
-from packtrain.tensor import OPS, Op
+import packtrain.engine.optim  # its ops are known when it is loaded
+from packtrain.engine import ops
+from packtrain.engine.tensor import OPS, Op
 
 # they load numba, PyTorch and Triton
 LEFT_OUT = (
     "packtrain.kernels.",
-    "packtrain.gpu.",
+    "packtrain.engine.backends.triton.",
     "benchmarks.torch_ops",
-    "packtrain.benching.torch_",
+    "packtrain.devtools.bench.torch_",
 )
 MODULES = [
     packtrain,
@@ -33,7 +33,12 @@ DECLARING = [module for module in MODULES if hasattr(module, "__all__")]
 
 def test_packages_declare_what_they_export():
     names = {module.__name__ for module in DECLARING}
-    assert names >= {"packtrain", "packtrain.ops", "packtrain.planning", "packtrain.backends"}
+    assert names >= {
+        "packtrain",
+        "packtrain.engine.ops",
+        "packtrain.engine.memory_plan",
+        "packtrain.engine.backends",
+    }
 
 
 @pytest.mark.parametrize("module", DECLARING, ids=lambda module: module.__name__)
@@ -65,19 +70,23 @@ def test_an_unknown_name_is_an_error():
 
 
 def test_every_op_is_exported_under_its_name():
-    own = {name: op for name, op in OPS.items() if op.rule.__module__.startswith("packtrain.ops.")}
+    own = {
+        name: op
+        for name, op in OPS.items()
+        if op.rule.__module__.startswith("packtrain.engine.ops.")
+    }
     assert {name: getattr(ops, name, None) for name in own} == own
     assert set(own) <= set(ops.__all__) <= set(packtrain.__all__)
     homes = {op.rule.__module__ for name, op in OPS.items() if name not in own}
     assert {home.rpartition(".")[0] for home in homes} == {
-        "packtrain.optim"
+        "packtrain.engine.optim"
     }  # with their optimizers
 
 
 def test_ops_export_nothing_but_ops_and_compositions_of_them():
     others = [name for name in ops.__all__ if not isinstance(getattr(ops, name), Op)]
     homes = {name: getattr(ops, name).__module__ for name in others}
-    assert all(home.startswith("packtrain.ops.") for home in homes.values()), homes
+    assert all(home.startswith("packtrain.engine.ops.") for home in homes.values()), homes
 
 
 def test_the_package_exports_all_it_names():

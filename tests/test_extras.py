@@ -25,7 +25,7 @@ class Finder(PathFinder):
 
 sys.meta_path[:] = [Finder if one is PathFinder else one for one in sys.meta_path]
 """
-COMMAND = "from packtrain.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+COMMAND = "from packtrain.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
 
 
 def run(code: str, *arguments: object, absent: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":  # fmt: skip

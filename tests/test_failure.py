@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import StepShape
-from packtrain.optim import AdamW, training
-from packtrain.stop import stop_on_signals
-from packtrain.training.engine import IN_A_ROW, Engine, NotFinite
+from packtrain.common.signals import stop_on_signals
+from packtrain.engine.optim import AdamW, training
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.training.training_engine import IN_A_ROW, Engine, NotFinite
 from tests.models import CONFIG, batch, values
 
 ROOT = Path(pt.__file__).parents[1]
@@ -98,7 +98,7 @@ def test_ctrl_c_during_imports_leaves_quietly(tmp_path: Path) -> None:
     (tmp_path / "packtrain").mkdir()
     (tmp_path / "packtrain/__init__.py").touch()
     slow = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import nowhere"
-    (tmp_path / "packtrain/cli.py").write_text(slow)  # in the place of what takes a second
+    (tmp_path / "packtrain/cli/main.py").write_text(slow)  # in the place of what takes a second
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import packtrain_command as p; p.main()"
     ended = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path

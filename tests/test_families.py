@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.errors import InputError
-from packtrain.template import SOURCES, ChatTemplate, choose_template, template_named
-from packtrain.template.families import MARKERS, family_of
-from packtrain.tokenizer import CONTROL, NORMAL
+from packtrain.common.errors import InputError
+from packtrain.data.chat_template import SOURCES, ChatTemplate, choose_template, template_named
+from packtrain.data.chat_template.template_families import MARKERS, family_of
+from packtrain.data.tokenizer import CONTROL, NORMAL
 
 TURNS = [
     {"role": "user", "content": " Hi\n"},

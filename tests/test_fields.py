@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from packtrain.cli import main
-from packtrain.corpus import columns
-from packtrain.corpus.documents import Source, find_sources, left_out
-from packtrain.corpus.fields import read_columns
-from packtrain.corpus.streams import SUFFIXES
-from packtrain.errors import InputError
-from packtrain.samples.formats import Reader
-from packtrain.samples.messages import Conversation
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.data.conversations.messages import Conversation
+from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.text import columnar_files
+from packtrain.data.text.documents import Source, find_sources, left_out
+from packtrain.data.text.field_names import read_columns
+from packtrain.data.text.text_streams import SUFFIXES
 from tests.test_corpus import parts_of, vocab
 from tests.test_samples import made, model, one
 
@@ -259,14 +259,14 @@ def test_a_damaged_spreadsheet(tmp_path: Path, name: str):
 
 @pytest.mark.calamine
 def test_a_spreadsheet_that_unpacks_to_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(columns, "MAX_SHEET_NBYTES", 1000)
+    monkeypatch.setattr(columnar_files, "MAX_SHEET_NBYTES", 1000)
     path = workbook(tmp_path / "a.xlsx", Chats=[["prompt", "completion"], ["a", "b" * 1000]])
     with pytest.raises(InputError, match=r"a\.xlsx has \d,\d+ bytes unpacked; in Excel, save it"):
         pairs(path)
 
 
 def test_without_the_reader_of_spreadsheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(columns, "find_spec", lambda name: None)
+    monkeypatch.setattr(columnar_files, "find_spec", lambda name: None)
     for name in ("a.xlsx", "a.xls", "a.ods"):
         with pytest.raises(
             InputError, match=r"is a spreadsheet: in Excel, .*pip install python-calamine"

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.corpus.streams import data_files
+from packtrain.common.errors import InputError
+from packtrain.common.files import atomic_file, check_not_read, check_writable, write_text
+from packtrain.data.text.text_streams import data_files
 from packtrain.dtypes import f32
-from packtrain.errors import InputError
-from packtrain.files import atomic_file, check_not_read, check_writable, write_text
 from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
-from packtrain.gguf.write import _write_behind
+from packtrain.gguf.gguf_writer import _write_behind
 
 FULL = """
 import resource, signal, sys, numpy as np
@@ -133,7 +133,7 @@ def test_the_old_file_is_closed_where_no_thread_can_start(
     def refused(*given: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("packtrain.files.start_new_thread", refused)
+    monkeypatch.setattr("packtrain.common.files.start_new_thread", refused)
     path, opened = tmp_path / "m.txt", len(os.listdir("/dev/fd"))
     for text in ("old", "new"):
         write_text(path, text)

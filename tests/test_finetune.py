@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.cli import main
+from packtrain.cli.main import main
+from packtrain.data.chat_template import choose_template
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.adapter import read_adapter
-from packtrain.models.file import ModelFile
-from packtrain.quant import dequantize
-from packtrain.tasks import merged
-from packtrain.template import choose_template
-from packtrain.training import probe, tune
-from packtrain.training.job import HEAD_NBYTES
-from packtrain.training.space import written
-from packtrain.watch import metrics
+from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.models.adapter_file import read_adapter
+from packtrain.models.model_file import ModelFile
+from packtrain.training import finetune_job, gradient_probe
+from packtrain.training.disk_space import written
+from packtrain.training.monitoring import metrics_file
+from packtrain.training.training_job import HEAD_NBYTES
+from packtrain.workflows import merge_after_training
 from tests.architectures import random_model
 from tests.checks import close
 from tests.kill import KINDS, chats, survive, without_times, words
@@ -83,7 +83,9 @@ def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
     assert text.index("checking that every") < text.index("step 1/") < text.index("merging the ad")
     assert base.read_bytes() == before
     losses = [
-        r["val_loss"] for r in metrics.read(tmp_path / "tuned.run/metrics.jsonl") if "val_loss" in r
+        r["val_loss"]
+        for r in metrics_file.read(tmp_path / "tuned.run/metrics.jsonl")
+        if "val_loss" in r
     ]
     base_loss, with_adapter, merged = map(
         float,
@@ -234,7 +236,7 @@ def test_micro_batches_are_as_good_as_one_batch(folder, tmp_path):
 
 def test_the_probe_leaves_no_trace(folder, tmp_path, monkeypatch):
     assert tuned(folder, "q8_0", tmp_path / "a.gguf", "--iters", "2") == 0
-    monkeypatch.setattr("packtrain.tasks.finetune.probe", lambda *_: None)
+    monkeypatch.setattr("packtrain.workflows.finetuning.probe", lambda *_: None)
     assert tuned(folder, "q8_0", tmp_path / "b.gguf", "--iters", "2") == 0
     a, b = (weights(tmp_path / f"{x}.run/checkpoint.gguf") for x in "ab")
     assert a == b
@@ -242,7 +244,7 @@ def test_the_probe_leaves_no_trace(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_probe_finds_what_gets_no_gradient(folder, tmp_path, capsys, monkeypatch, optimizer):
-    monkeypatch.setattr(tune, "_uniform", lambda array, draw: array.fill(0))
+    monkeypatch.setattr(finetune_job, "_uniform", lambda array, draw: array.fill(0))
     code = tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "2", "--optimizer", optimizer)
     assert code == 1
     assert re.search(
@@ -251,7 +253,7 @@ def test_the_probe_finds_what_gets_no_gradient(folder, tmp_path, capsys, monkeyp
 
 
 def test_the_probe_finds_what_is_not_finite(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(probe, "_small", lambda array, draw: array.fill(np.inf))
+    monkeypatch.setattr(gradient_probe, "_small", lambda array, draw: array.fill(np.inf))
     assert tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "2") == 1
     assert "before step 1 a gradient is not finite" in said(capsys)[-1]
 
@@ -276,9 +278,9 @@ def test_a_merge_with_data_keeps_what_a_plain_one_loses(folder, tmp_path, capsys
 
 def test_losses_that_were_measured_are_not_measured_again(folder, tmp_path, capsys, monkeypatch):
     measured = []
-    loss = merged.End._loss
+    loss = merge_after_training.End._loss
     monkeypatch.setattr(
-        merged.End,
+        merge_after_training.End,
         "_loss",
         lambda end, model, what: measured.append(what) or loss(end, model, what),
     )
@@ -293,7 +295,7 @@ def test_losses_that_were_measured_are_not_measured_again(folder, tmp_path, caps
     with (
         monkeypatch.context() as patch
     ):  # of a run that other batches validated nothing can be taken over
-        patch.setattr(merged, "ENOUGH", 0.0)
+        patch.setattr(merge_after_training, "ENOUGH", 0.0)
         few = ["--iters", "3", "--resume", "--val-batches", "1"]
         assert tuned(folder, "q8_0", output, *few) == 0
     assert measured[2:] == ["the adapter", "the result", "the base"]
@@ -301,24 +303,24 @@ def test_losses_that_were_measured_are_not_measured_again(folder, tmp_path, caps
 
 def test_what_validation_says_is_what_the_files_lose(folder, tmp_path, capsys, monkeypatch):
     """Base and adapter: before step 1 and after the last one, and as the files are measured."""
-    end = merged.End.finish
+    end = merge_after_training.End.finish
     seen = []
 
-    def both(self: merged.End) -> None:
+    def both(self: merge_after_training.End) -> None:
         adapter = read_adapter(self.settings.folder / "adapter.gguf")
         end(self)
         seen.append(self._losses(adapter))
         fresh = replace(self.progress, base=math.inf, last=math.inf)
         seen.append(replace(self, progress=fresh)._losses(adapter))
 
-    monkeypatch.setattr(merged.End, "finish", both)
+    monkeypatch.setattr(merge_after_training.End, "finish", both)
     assert tuned(folder, "q4_K", tmp_path / "a.gguf", "--iters", "3", "--lora-dropout", "0.1") == 0
     assert dataclasses.astuple(seen[0]) == pytest.approx(dataclasses.astuple(seen[1]), rel=1e-6)
 
 
 def test_larger_types_are_offered_where_they_keep_more(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(merged, "ENOUGH", 2.0)
-    monkeypatch.setattr(merged.Losses, "kept", property(lambda losses: next(kept)))
+    monkeypatch.setattr(merge_after_training, "ENOUGH", 2.0)
+    monkeypatch.setattr(merge_after_training.Losses, "kept", property(lambda losses: next(kept)))
     kept = iter([0.9, 0.9, 1.9, 2.0, 2.0])
     output = tmp_path / "my.gguf"
     assert tuned(folder, "q4_K", output, *SHORT) == 0
@@ -332,7 +334,7 @@ def test_larger_types_are_offered_where_they_keep_more(folder, tmp_path, capsys,
 
 
 def test_a_merge_that_no_types_would_keep_is_said(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(merged, "ENOUGH", 9.0)
+    monkeypatch.setattr(merge_after_training, "ENOUGH", 9.0)
     assert tuned(folder, "q4_K", tmp_path / "a.gguf", *SHORT) == 0
     text = "\n".join(said(capsys))
     assert "warning: no merge keeps 900% of what the adapter gains" in text
@@ -345,17 +347,17 @@ def test_room_on_the_disk_is_asked_for_trials_and_larger_types(
 ):
     """A merge that keeps too little is tried again beside the result: of these two files none is larger than said."""
     sizes: list[int] = []
-    loss = merged.End._loss
+    loss = merge_after_training.End._loss
 
-    def seen(self: merged.End, model: ModelFile, what: str) -> float:
+    def seen(self: merge_after_training.End, model: ModelFile, what: str) -> float:
         sizes.append(model.gguf.path.stat().st_size)
         return loss(self, model, what)
 
     asked: list[tuple[Path, str, int]] = []
-    monkeypatch.setattr(merged, "ENOUGH", 9.0)
-    monkeypatch.setattr(merged.End, "_loss", seen)
+    monkeypatch.setattr(merge_after_training, "ENOUGH", 9.0)
+    monkeypatch.setattr(merge_after_training.End, "_loss", seen)
     monkeypatch.setattr(
-        "packtrain.tasks.run.check_space",
+        "packtrain.workflows.run_training.check_space",
         lambda job, plans, more: asked.extend([*written(job, plans), *more]),
     )
     output = tmp_path / "a.gguf"
@@ -375,7 +377,7 @@ def test_types_of_single_matrices_are_checked_before_step_1(folder, tmp_path, ca
 
 
 def test_too_little_memory_for_data_is_said_with_the_plan(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("packtrain.merging.reading.OTHER_NBYTES", 1 << 40)
+    monkeypatch.setattr("packtrain.conversion.calibration.calibration_inputs.OTHER_NBYTES", 1 << 40)
     output = tmp_path / "a.gguf"
     assert tuned(folder, "q4_K", output, *SHORT, "--memory", room(330)) == 0
     lines = said(capsys)
@@ -410,7 +412,9 @@ def test_a_run_that_is_stopped_while_it_merges_says_how_to_finish(
 ):
     output = tmp_path / "my model.gguf"
     with monkeypatch.context() as patch:
-        patch.setattr(merged.End, "_merge", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(
+            merge_after_training.End, "_merge", lambda *_: signal.raise_signal(signal.SIGINT)
+        )
         assert tuned(folder, "f32", output, "--iters", "2") == 130
     command = said(capsys)[-1].partition("which is saved; finish with: packtrain ")[2]
     assert not output.exists() and main(shlex.split(command)) == 0

@@ -9,12 +9,12 @@ import pytest
 
 import packtrain as pt
 from packtrain import kernels
-from packtrain.fitting import Batch
+from packtrain.common.memory import private_nbytes
+from packtrain.engine.optim import OPTIMIZERS as OPTIMIZER_KINDS
+from packtrain.engine.optim import Optimizer
 from packtrain.kernels import store
-from packtrain.memory import private_nbytes
-from packtrain.optim import OPTIMIZERS as OPTIMIZER_KINDS
-from packtrain.optim import Optimizer
-from packtrain.training.engine import NotFinite
+from packtrain.training.generic import Batch
+from packtrain.training.training_engine import NotFinite
 
 EXACT = 1e-10
 ADAMW = pt.AdamW(lr=1.0, beta1=0.0, beta2=0.0, eps=1e-16, weight_decay=0.0)
@@ -406,18 +406,18 @@ def test_recomputation_changes_no_bit():
 
 def from_form(runs: pt.Trainer, recomputed: str) -> None:
     """Give a trainer the executors of another form."""
-    from packtrain.backends import CPU
-    from packtrain.fitting import forms
+    from packtrain.engine.backends import CPU
+    from packtrain.training.generic import fit_variants
 
-    asked = forms.Asked(wide, None, 64, 64)
-    form = forms.build(asked, 64, recomputed, runs.optimizer, CPU)
+    asked = fit_variants.Asked(wide, None, 64, 64)
+    form = fit_variants.build(asked, 64, recomputed, runs.optimizer, CPU)
     assert form is not None
     runs.form = form
     runs.run = {n: runs.session.executor(p, form.plans[n]) for n, p in form.placed.items()}
 
 
 def values_of(model: pt.Model) -> dict[str, np.ndarray]:
-    from packtrain.fitting.model import initial
+    from packtrain.training.generic.fit_model import initial
 
     return {leaf.label: initial(leaf, 1) for leaf in model.trained}
 

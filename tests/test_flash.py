@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.backends import CPU, Host, Target
-from packtrain.backends.host import Inputs
-from packtrain.cli import main
-from packtrain.context import Cache, Context, Sizes, placements
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
 from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32
-from packtrain.errors import InputError
-from packtrain.flash import missing, with_flash
+from packtrain.engine.backends import CPU, Host, Target
+from packtrain.engine.backends.host import Inputs
+from packtrain.engine.executor import Session
+from packtrain.engine.tensor import Kernel, Op
+from packtrain.inference.kv_cache import Cache, Context, Sizes, placements
+from packtrain.models.attention_choice import missing, with_flash
 from packtrain.models.config import Config
-from packtrain.run import Session
-from packtrain.tensor import Kernel, Op
 from tests.architectures import random_model
 from tests.models import CONFIG, values
 

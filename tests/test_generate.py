@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from packtrain import Session
-from packtrain.context import Cache, Context, Sizes, placements
-from packtrain.errors import InputError
-from packtrain.generation import Generator, Limits, Reply
+from packtrain.common.errors import InputError
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.inference.generator import Generator, Limits, Reply
+from packtrain.inference.kv_cache import Cache, Context, Sizes, placements
+from packtrain.inference.sampling import Chain, Given, Sampling
 from packtrain.models.config import Config
-from packtrain.models.file import open_model
-from packtrain.models.metadata import metadata
-from packtrain.sampling import Chain, Given, Sampling
-from packtrain.tokenizer import Tokenizer
+from packtrain.models.model_file import open_model
+from packtrain.models.model_metadata import metadata
 from tests.models import bind, values
 from tests.models import logits as full_logits
 from tests.numpy_models import Model

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from packtrain import Executor, Graph, Session, Stopped, interpret, ops, quant
+from packtrain import Executor, Graph, Session, Stopped, interpret
 from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32, i32
+from packtrain.engine import ops
+from packtrain.engine.tensor import constant, input, state
+from packtrain.kernels import quantized_arrays
 from packtrain.models import transformer
-from packtrain.models.cache import CacheFull, Cells
-from packtrain.models.cached import Cache, generation
+from packtrain.models.cached_transformer import Cache, generation
 from packtrain.models.config import Config
-from packtrain.tensor import constant, input, state
+from packtrain.models.kv_cell_table import CacheFull, Cells
 from tests.models import CONFIG, bind, logits, same_bits, values
 
 TOLERANCE = 1e-5  # of the largest logit
@@ -209,12 +211,12 @@ def test_a_reply_stopped_between_two_ops_is_taken_back(after):
 def test_attention_reads_what_is_packed_as_the_values_it_has(time, width, kind):
     rng, cells = np.random.default_rng(time), 150
     values = rng.standard_normal((2, cells, 2, width)).astype(np.float32)
-    stored = values.astype(np.float16) if kind == f16 else quant.quantize(values, kind)
+    stored = values.astype(np.float16) if kind == f16 else quantized_arrays.quantize(values, kind)
     found, pos = [], constant("pos", cells - time + np.arange(time), i32)
     order = constant("order", rng.permutation(cells)[None], i32)
     of_cells = constant("k_pos", np.argsort(order.value[0]), i32)
     where = constant("row", np.zeros(time), i32), order, constant("counts", [cells], i32)
-    for dtype, pair in ((kind, stored), (f32, quant.dequantize(stored))):
+    for dtype, pair in ((kind, stored), (f32, quantized_arrays.dequantize(stored))):
         k, v = (constant(n, x, dtype) for n, x in zip("kv", pair, strict=True))
         q = input("q", (time, 6, width))
         y = ops.attention_cells(
@@ -241,7 +243,9 @@ def test_rows_are_packed_as_the_quantizer_packs_them(kind, count):
     run({"x": x})
     want = run.session.get("cache")
     want[ids[ids >= 0]] = (
-        x[ids >= 0].astype(np.float16) if kind == f16 else quant.quantize(x[ids >= 0], kind)
+        x[ids >= 0].astype(np.float16)
+        if kind == f16
+        else quantized_arrays.quantize(x[ids >= 0], kind)
     )
     assert run.session.get("cache").tobytes() == want.tobytes()
     assert (

@@ -246,7 +246,7 @@ def test_what_is_written_is_handed_to_the_disk_once_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     handed: list[tuple[int, int]] = []
-    module = importlib.import_module("packtrain.gguf.write")
+    module = importlib.import_module("packtrain.gguf.gguf_writer")
     monkeypatch.setattr(module, "AHEAD", 1000)
     monkeypatch.setattr(module, "write_ahead", lambda file, at, count: handed.append((at, count)))
     x = np.arange(3000, dtype=np.float32)

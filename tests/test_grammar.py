@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.errors import InputError
-from packtrain.events import Events
-from packtrain.grammar import Grammar
-from packtrain.grammar.gbnf import parse
-from packtrain.grammar.lark import to_lark
-from packtrain.tasks.generate import Generate, generate
-from packtrain.tokenizer import Tokenizer
+from packtrain.common.errors import InputError
+from packtrain.common.events import Events
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.inference.grammar import Grammar
+from packtrain.inference.grammar.gbnf import parse
+from packtrain.inference.grammar.lark import to_lark
+from packtrain.workflows.text_generation import Generate, generate
 from tests.architectures import random_model
 
 BYTES, CONTROLS = 3, 3 + 256
@@ -596,6 +596,6 @@ def test_the_command_writes_what_the_grammar_says(tmp_path):
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("packtrain.grammar.table.find_spec", lambda name: None)
+    monkeypatch.setattr("packtrain.inference.grammar.token_masks.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install llguidance .*extra grammar"):
         Grammar.from_gbnf(_tokenizer(), 'root ::= "a"')

@@ -7,19 +7,20 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import backends, kernels, ops
-from packtrain.benching.training import of_preset
-from packtrain.checking.running import run
+from packtrain import kernels
+from packtrain.common.errors import InputError
+from packtrain.common.events import Events
+from packtrain.devtools.bench.training import of_preset
+from packtrain.devtools.check.running import run
 from packtrain.dtypes import BLOCK_TYPES, i32
-from packtrain.errors import InputError
-from packtrain.events import Events
-from packtrain.interpreting import interpret
-from packtrain.models.file import open_model
-from packtrain.ops.arrays import rounded
-from packtrain.quant import quantize
-from packtrain.tasks.evaluate import Evaluate, evaluate
-from packtrain.tasks.generate import Generate, generate
-from packtrain.tensor import Tensor, constant, input
+from packtrain.engine import backends, ops
+from packtrain.engine.interpreter import interpret
+from packtrain.engine.ops.arrays import rounded
+from packtrain.engine.tensor import Tensor, constant, input
+from packtrain.kernels.quantized_arrays import quantize
+from packtrain.models.model_file import open_model
+from packtrain.workflows.evaluation import Evaluate, evaluate
+from packtrain.workflows.text_generation import Generate, generate
 from tests.architectures import random_model
 from tests.checks import same_bits
 
@@ -207,7 +208,7 @@ def test_without_the_instruction_the_commands_refuse_it(
     task: type, precision: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_model(tmp_path / "m.gguf", "llama")
-    monkeypatch.setattr("packtrain.training.job.multiplies", lambda precision: False)
+    monkeypatch.setattr("packtrain.training.training_job.multiplies", lambda precision: False)
     with pytest.raises(InputError, match=f"--precision {precision}: this CPU has no {absent}"):
         if task is Generate:
             generate(Generate(tmp_path / "m.gguf", prompt="a", precision=precision), Events())

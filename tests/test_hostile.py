@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.fuzz import use_file, use_header
-from packtrain.cli import INPUT, main
-from packtrain.errors import InputError
-from packtrain.models.adapter import read_adapter
+from packtrain.cli.main import INPUT, main
+from packtrain.common.errors import InputError
+from packtrain.models.adapter_file import read_adapter
 from tests import fuzz
 from tests.fuzz import Draft, Fault, encoded, hostile, judged, limits
 from tests.hostile import adapter_draft, header_draft, model_drafts

@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.context import Context, ContextError
-from packtrain.generation import Generator, Limits, Reply
-from packtrain.grad import differentiate
-from packtrain.graph import Graph
-from packtrain.interpreting import interpret
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.graph import Graph
+from packtrain.engine.interpreter import interpret
+from packtrain.inference.generator import Generator, Limits, Reply
+from packtrain.inference.kv_cache import Context, ContextError
+from packtrain.inference.sampling import Sampling
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.models.file import open_model
 from packtrain.models.lora import Lora
-from packtrain.sampling import Sampling
+from packtrain.models.model_file import open_model
 from tests.architectures import CONFIGS, random_model, random_weights
 from tests.models import batch
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from packtrain import kernels
-from packtrain.child import variables
-from packtrain.cli import main
-from packtrain.commands import compile
+from packtrain.cli import compile
+from packtrain.cli.main import main
+from packtrain.common.child_process import variables
 from packtrain.kernels import ahead, machine, store
 from tests.test_model_file import save
 
@@ -153,7 +153,7 @@ LEAN = """
 import sys
 import numpy as np
 from packtrain.dtypes import bf16
-from packtrain.quant import quantize
+from packtrain.kernels.quantized_arrays import quantize
 assert (quantize(np.ones((4, 32), np.float32), bf16).view(np.uint16) == 0x3F80).all()
 assert "numba" not in sys.modules
 import numba
@@ -177,7 +177,7 @@ SAME = """
 import sys
 import numpy as np
 from packtrain import kernels
-from packtrain.quant import quantize
+from packtrain.kernels.quantized_arrays import quantize
 from packtrain.dtypes import WRITABLE
 x = np.random.default_rng(0).standard_normal((3, 512), np.float32)
 before = [quantize(x, dtype).tobytes() for dtype in WRITABLE]

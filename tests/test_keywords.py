@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.cli import COMMANDS, _settings, main
-from packtrain.errors import SHELL_OR_FLAG, InputError, keyworded
+from packtrain.cli.main import COMMANDS, _settings, main
+from packtrain.common.errors import SHELL_OR_FLAG, InputError, keyworded
+from packtrain.common.options import options
 from packtrain.gguf import Value
-from packtrain.settings import options
 from tests.test_model_file import CONFIG, save
 
 ROOT = Path(pt.__file__).parent
@@ -25,7 +25,7 @@ FLAG = re.compile(
 )  # or a command of the chat
 WRONG = object(), "nonsense", "", -7, 1e300, float("nan"), ["nonsense"], {"a": 1}
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "vocab_size": 300}
-CALLBACKS = {field.name for field in fields(pt.library.Callbacks) if field.init}  # type: ignore[attr-defined]
+CALLBACKS = {field.name for field in fields(pt.api.Callbacks) if field.init}  # type: ignore[attr-defined]
 ALIASES = re.compile(r"(?:--?[a-z-]+ ?)+")  # of flags
 OF_OTHERS = {"include", "local-dir"}  # of hf download
 
@@ -179,7 +179,7 @@ def sentences() -> Iterator[tuple[Path, str]]:
     """All texts of the package outside the command line and what only developers see."""
     for path in sorted(ROOT.rglob("*.py")):
         part = path.relative_to(ROOT).parts[0]
-        if part in ("commands", "cli.py", "benching", "checking", "ranks", "serving"):
+        if part in ("cli", "devtools", "distributed", "serving"):
             continue
         tree = ast.parse(path.read_text())
         passed = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
-from packtrain.cli import main
-from packtrain.design.plans import MICRO, UPDATE, make_plans
-from packtrain.design.shape import StepShape
-from packtrain.errors import InputError
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.engine import ops
+from packtrain.engine.optim import LBFGS, AdamW, accumulating, updating
+from packtrain.engine.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, direction
+from packtrain.engine.tensor import GraphError, Tensor, weight
 from packtrain.gguf import GGUF
-from packtrain.optim import LBFGS, AdamW, accumulating, updating
-from packtrain.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, direction
-from packtrain.tensor import GraphError, Tensor, weight
-from packtrain.training.effects import check_effects
-from packtrain.training.engine import Engine, Turn
-from packtrain.training.tune_settings import TuneSettings
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import MICRO, UPDATE, make_plans
+from packtrain.training.finetune_settings import TuneSettings
+from packtrain.training.ineffective_settings import check_effects
+from packtrain.training.training_engine import Engine, Turn
 from tests.architectures import random_model
 from tests.kill import chats
 from tests.models import CONFIG, batch, same_bits, values

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.errors import DoesNotFit, InputError
-from packtrain.events import Step
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.events import Step
 from packtrain.gguf import GGUF
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "batch_size": 2}

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import packtrain as pt
-from packtrain.commands import chat, generate
-from packtrain.generation import LOOP_REPEATS, LOOP_TOKENS, is_loop
+from packtrain.cli import chat, generate
 from packtrain.gguf import Value
-from packtrain.tasks.chat import Chat
-from packtrain.tasks.generate import Generate
+from packtrain.inference.generator import LOOP_REPEATS, LOOP_TOKENS, is_loop
+from packtrain.workflows.chat_session import Chat
+from packtrain.workflows.text_generation import Generate
 from tests.test_chat import TEMPLATE
 from tests.test_model_file import CONFIG, save
 

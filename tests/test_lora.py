@@ -7,10 +7,10 @@ import pytest
 
 from packtrain import Graph, Session, differentiate, interpret, place
 from packtrain.dtypes import BLOCK_TYPES
+from packtrain.kernels.quantized_arrays import dequantize, quantize
 from packtrain.models import transformer
 from packtrain.models.lora import KEY, A, B, Lora
-from packtrain.quant import dequantize, quantize
-from packtrain.training.tune import TuneSettings, lora_of
+from packtrain.training.finetune_job import TuneSettings, lora_of
 from tests.architectures import CONFIGS
 from tests.checks import close
 from tests.models import CONFIG, batch, bind, gradients, same_bits, values

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.corpus.documents import Source
-from packtrain.errors import InputError
+from packtrain.common.errors import InputError
+from packtrain.data.chat_template import ChatTemplate
+from packtrain.data.conversations import conversation_renderer as rendering
+from packtrain.data.conversations.conversation_renderer import Rendered, Renderer
+from packtrain.data.conversations.loss_mask import Masker, Sample, places_of
+from packtrain.data.conversations.messages import Conversation
+from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.text.documents import Source
+from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
-from packtrain.samples import render as rendering
-from packtrain.samples.formats import Reader
-from packtrain.samples.mask import Masker, Sample, places_of
-from packtrain.samples.messages import Conversation
-from packtrain.samples.render import Rendered, Renderer
-from packtrain.template import ChatTemplate
-from packtrain.tokenizer import Tokenizer
 from tests.templates import CHATS, GEMMA_4, GEMMA_4_ENDS, Chat
 
 GOLDENS = Path(__file__).parent / "goldens/masks"

@@ -8,13 +8,13 @@ import pytest
 
 import packtrain as pt
 from packtrain.dtypes import Dtype
+from packtrain.engine.optim import ROUNDING, SGD, AdamW, Optimizer, training
+from packtrain.engine.optim.adamw import opt_step_adamw
+from packtrain.engine.optim.sgd import opt_step_sgd
+from packtrain.engine.tensor import Tensor
 from packtrain.kernels.counter import uniform_numpy
+from packtrain.kernels.quantized_arrays import dequantize, quantize
 from packtrain.models import transformer
-from packtrain.optim import ROUNDING, SGD, AdamW, Optimizer, training
-from packtrain.optim.adamw import opt_step_adamw
-from packtrain.optim.sgd import opt_step_sgd
-from packtrain.quant import dequantize, quantize
-from packtrain.tensor import Tensor
 from tests import checks
 from tests.faults import kernel
 from tests.faults_kernels import to_nearest

@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 import pytest
 
-from packtrain.cost import Rates
-from packtrain.design.depth import even, reached, with_blocks
-from packtrain.design.drafts import Drafts
-from packtrain.design.plans import STEP, build_graph, leaves
-from packtrain.design.request import Request
-from packtrain.design.search import Search, search
-from packtrain.design.shape import Base, StepShape
 from packtrain.dtypes import DTYPES
+from packtrain.engine.memory_plan import verify
+from packtrain.engine.optim import AdamW
+from packtrain.engine.placement import place
 from packtrain.models.lora import Lora
-from packtrain.optim import AdamW
-from packtrain.placing import place
-from packtrain.planning import verify
-from packtrain.recompute import uniform
-from packtrain.recompute.middle import backward_steps
+from packtrain.planner.block_extrapolation import even, reached, with_blocks
+from packtrain.planner.checkpointing import uniform
+from packtrain.planner.checkpointing.middle_blocks import backward_steps
+from packtrain.planner.cost_model import Rates
+from packtrain.planner.drafts import Drafts
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import Search, search
+from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.training_plans import STEP, build_graph, leaves
 from tests.architectures import CONFIGS
 
 REQUEST = Request(AdamW(), Rates(1e11, 1e10))

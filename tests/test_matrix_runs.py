@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.budget import READING
 from benchmarks.watched import packtrain
-from packtrain.memory import parse_size
+from packtrain.common.memory import parse_size
 from packtrain.models.config import ARCHITECTURES
-from packtrain.watch import metrics
+from packtrain.training.monitoring import metrics_file
 from tests.architectures import CONFIGS, random_model
 from tests.kill import chats
 
@@ -112,4 +112,4 @@ def test_the_smallest_budget_runs_within_itself(name, compiled, tmp_path):
     assert done.code == 0, done.said
     limit = parse_size(found[1], "")
     assert 0.9 * limit < done.peak <= limit
-    assert metrics.read(tmp_path / "m.run/metrics.jsonl")[-1]["step"] == 2
+    assert metrics_file.read(tmp_path / "m.run/metrics.jsonl")[-1]["step"] == 2

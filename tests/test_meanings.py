@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from packtrain.corpus.documents import Source
-from packtrain.errors import InputError
-from packtrain.samples import cache
-from packtrain.samples.formats import Reader
-from packtrain.samples.meanings import BESIDE, FALSE, LABEL, LOSS, ROW, TURN
-from packtrain.samples.messages import Conversation, Pair
+from packtrain.common.errors import InputError
+from packtrain.data.conversations import samples_cache
+from packtrain.data.conversations.field_meanings import BESIDE, FALSE, LABEL, LOSS, ROW, TURN
+from packtrain.data.conversations.messages import Conversation, Pair
+from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.text.documents import Source
 from tests.test_samples import PAIR, made, model, one, texts
 from tests.test_samples import TURN as ASKS
 
@@ -127,7 +127,7 @@ def test_an_older_run_does_not_resume_on_data_that_gives_other_samples(tmp_path:
     for name, row in (("a", ASK), ("b", context), ("c", {**ASK, "system_prompt": "be"})):
         (folder := tmp_path / name).mkdir()
         notes = made(one(folder, [row]), model, folder).notes
-        assert any(map(cache.SINCE.search, notes)) == (name != "a")
+        assert any(map(samples_cache.SINCE.search, notes)) == (name != "a")
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain import memory
-from packtrain.memory import Peak, private_nbytes, private_nbytes_of, settle
+from packtrain.common import memory
+from packtrain.common.memory import Peak, private_nbytes, private_nbytes_of, settle
 
 MIB = 1 << 20
 SLACK = 6 * MIB  # of what else happens in this process
@@ -38,8 +38,8 @@ def test_what_is_touched_counts() -> None:
 
 GROWN = """
 import numpy as np
-from packtrain.memory import private_nbytes, settle
-from packtrain.ops.arrays import start_with
+from packtrain.common.memory import private_nbytes, settle
+from packtrain.engine.ops.arrays import start_with
 x, y = np.zeros(4, np.float32), np.ones(4, np.float32)
 start_with(x, y)
 settle()

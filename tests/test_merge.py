@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.cli import main
-from packtrain.commands import merge
-from packtrain.design.plans import LOOP_NBYTES
+from packtrain.cli import merge
+from packtrain.cli.main import main
+from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.dtypes import BLOCK_TYPES, DTYPES
-from packtrain.errors import DoesNotFit, InputError
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.adapted import adapted, split_scale
-from packtrain.models.adapter import Adapter, write_adapter
-from packtrain.models.file import open_model
-from packtrain.models.merge import write_changed
-from packtrain.quant import dequantize, quantize
-from packtrain.tasks.merge import Merge
+from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.models.adapter_file import Adapter, write_adapter
+from packtrain.models.model_file import open_model
+from packtrain.models.model_with_adapters import adapted, split_scale
+from packtrain.models.rewrite_model import write_changed
+from packtrain.planner.training_plans import LOOP_NBYTES
+from packtrain.workflows.adapter_merge import Merge
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.kill import chats, words
@@ -246,7 +246,7 @@ def test_few_rows_are_in_memory_at_a_time(settings: Merge, monkeypatch: pytest.M
         return rows(self, name, start, stop)
 
     monkeypatch.setattr(Adapter, "rows", counted)
-    monkeypatch.setattr("packtrain.models.merge.PART", 256 * 24)
+    monkeypatch.setattr("packtrain.models.rewrite_model.PART", 256 * 24)
     merge.run(settings)
     assert seen == [(0, 24), (24, 48), (48, 64)]
 
@@ -298,8 +298,8 @@ def test_a_merge_with_data_prints_what_each_matrix_loses(tunable: Merge, capsys:
 FREED = """
 import sys
 import numpy as np
-from packtrain.cli import main
-from packtrain.memory import private_nbytes, settle
+from packtrain.cli.main import main
+from packtrain.common.memory import private_nbytes, settle
 assert main(sys.argv[1:]) == 0
 settle()
 before = private_nbytes()

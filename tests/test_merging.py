@@ -12,22 +12,28 @@ from typing import cast
 import numpy as np
 import pytest
 
-from packtrain.cli import main
+from packtrain.cli.main import main
+from packtrain.common.memory import Peak, settle
+from packtrain.conversion.calibration.block_streams import Graphs, Streams
+from packtrain.conversion.calibration.calibration_inputs import Reading, reading
+from packtrain.conversion.calibration.error_feedback import (
+    BLOCK,
+    DAMPING,
+    cholesky,
+    feedback,
+    invert_lower,
+)
+from packtrain.conversion.calibration.grid_points import EIGHT, OnPoints
+from packtrain.conversion.calibration.merge_writer import Merge
+from packtrain.conversion.calibration.rounding_grid import OnGrid, codes_of, grid_of, put_codes
 from packtrain.dtypes import PACKED, WRITABLE, Dtype, f32
 from packtrain.gguf import GGUF
 from packtrain.kernels import set_threads, threads
-from packtrain.memory import Peak, settle
-from packtrain.merging.feedback import BLOCK, DAMPING, cholesky, feedback, invert_lower
-from packtrain.merging.grid import OnGrid, codes_of, grid_of, put_codes
-from packtrain.merging.points import EIGHT, OnPoints
-from packtrain.merging.reading import Reading, reading
-from packtrain.merging.streams import Graphs, Streams
-from packtrain.merging.write import Merge
-from packtrain.models.adapted import read_scaled
+from packtrain.kernels.quantized_arrays import dequantize, quantize
 from packtrain.models.arch.architecture import is_matrix
-from packtrain.models.file import ModelFile, open_model
-from packtrain.models.shapes import unread
-from packtrain.quant import dequantize, quantize
+from packtrain.models.model_file import ModelFile, open_model
+from packtrain.models.model_with_adapters import read_scaled
+from packtrain.models.tensor_shapes import unread
 from tests.adapters import random_adapter
 from tests.architectures import CONFIGS, random_model
 
@@ -310,7 +316,7 @@ def test_threads_change_no_bit(tmp_path, capsys):
 
 
 def test_less_memory_reads_fewer_tokens_then_fewer_columns_and_then_there_is_no_room(monkeypatch):
-    monkeypatch.setattr("packtrain.merging.reading.TOKENS", 1 << 14)
+    monkeypatch.setattr("packtrain.conversion.calibration.calibration_inputs.TOKENS", 1 << 14)
     wide = replace(CONFIGS["llama"], embedding_length=1024, feed_forward_length=8192)
     model = cast(ModelFile, SimpleNamespace(config=wide, added={}, types=dict))
     names, rooms = {"blk.0.ffn_down.weight": f32}, list[Reading]()
@@ -348,7 +354,7 @@ def test_a_merge_stays_in_its_room(tmp_path, capsys, monkeypatch):
 
 
 def test_experts_that_few_tokens_reach_are_rounded_as_they_are(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("packtrain.merging.calibrated.FEW_TOKENS", 1 << 20)
+    monkeypatch.setattr("packtrain.conversion.calibration.calibrated_rounding.FEW_TOKENS", 1 << 20)
     merge = merging(tmp_path, "llama experts", "Q5_0")
     merge.write(tmp_path / "plain.gguf", "m")
     merge.write(tmp_path / "with.gguf", "m", reading_of(merge), Rows())

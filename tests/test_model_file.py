@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packtrain.common.errors import InputError
 from packtrain.dtypes import BLOCK_TYPES
-from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
 from packtrain.models.config import Config
-from packtrain.models.file import open_model, save_model
-from packtrain.models.kinds import KV, NEAR
-from packtrain.models.metadata import WINDOWS, metadata
+from packtrain.models.model_file import open_model, save_model
+from packtrain.models.model_metadata import WINDOWS, metadata
+from packtrain.models.per_block_metadata import KV, NEAR
 from tests.architectures import CONFIGS, TOKENS, vocabulary
 from tests.models import values
 

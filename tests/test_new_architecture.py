@@ -14,8 +14,8 @@ from tests.copied import copy_package, edit, python_in
 MODULE = '''"""A llama with gelu, norms of heads, every second block without rope, and a soft cap of logits."""
 
 from packtrain.models.arch.architecture import BLOCK, HEAD_NORMS, Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
@@ -36,9 +36,9 @@ ARCHITECTURE = Architecture(
 SCRIPT = """
 import contextlib, io, sys
 import numpy as np
-from packtrain.cli import main
-from packtrain.generation import Generator
-from packtrain.models.file import open_model
+from packtrain.cli.main import main
+from packtrain.inference.generator import Generator
+from packtrain.models.model_file import open_model
 
 def logits(path):
     return Generator.of(open_model(path), 9).feed(list(range(3, 12))).copy()

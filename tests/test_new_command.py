@@ -12,8 +12,8 @@ MODULE = '''"""packtrain count: count the letters of a text."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.errors import InputError
-from packtrain.settings import option, positional
+from packtrain.common.errors import InputError
+from packtrain.common.options import option, positional
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ def run(settings: Count) -> int:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     home = copy_package(folder)
-    (home / "commands/count.py").write_text(MODULE)
+    (home / "cli/count.py").write_text(MODULE)
     edit(
-        home / "cli.py",
+        home / "cli/main.py",
         ('    "compile": (', '    "count": ("count", "Count"),\n    "compile": ('),
     )
     link_tests(folder)

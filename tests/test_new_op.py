@@ -24,10 +24,10 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.ops.arrays import flat
-from packtrain.ops.costs import elementwise
-from packtrain.ops.elementwise import mul, sigmoid
-from packtrain.tensor import Spec, Tensor, input, op, want
+from packtrain.engine.ops.arrays import flat
+from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.elementwise import mul, sigmoid
+from packtrain.engine.tensor import Spec, Tensor, input, op, want
 
 
 @op(inplace=(0,))
@@ -78,7 +78,7 @@ def toy_plus(y, x):
 USE = """
 import numpy as np
 import packtrain as pt
-from packtrain.cost import Rates, seconds
+from packtrain.planner.cost_model import Rates, seconds
 
 x, w = pt.input("x", (5, 8)), pt.weight("w", (3, 8))
 y = pt.toy_plus(pt.matmul(x, w))
@@ -122,12 +122,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def copy_with_op(folder: Path) -> Path:
     """The package with the op, and the tests: two files and their names."""
     home, name = copy_package(folder), '"transpose", '
-    (home / "ops/toy.py").write_text(ROOM)
+    (home / "engine/ops/toy.py").write_text(ROOM)
     (home / "kernels/toy.py").write_text(KERNEL)
-    last = "from packtrain.ops.update import accumulate, clip_gate, sum_squares\n"
+    last = "from packtrain.engine.ops.update import accumulate, clip_gate, sum_squares\n"
     edit(
-        home / "ops/__init__.py",
-        (last, f"from packtrain.ops.toy import toy_plus\n{last}"),
+        home / "engine/ops/__init__.py",
+        (last, f"from packtrain.engine.ops.toy import toy_plus\n{last}"),
         (name, f'"toy_plus", {name}'),
     )
     tile = '    "tile": "call simd",\n'
@@ -141,10 +141,10 @@ def copy_with_example(folder: Path) -> Path:
     page = (SOURCE.parent / "CONTRIBUTING.md").read_text()
     (room,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     home = copy_package(folder)
-    (home / "ops/expm1.py").write_text(room)
+    (home / "engine/ops/expm1.py").write_text(room)
     (line,) = re.findall(r"`(from packtrain\.ops\.expm1 import expm1)`", page)
-    first, name = "from packtrain.ops.functions import (\n", '    "experts", '
-    edit(home / "ops/__init__.py", (first, f"{line}\n{first}"), (name, f'{name}"expm1", '))
+    first, name = "from packtrain.engine.ops.unary_functions import (\n", '    "experts", '
+    edit(home / "engine/ops/__init__.py", (first, f"{line}\n{first}"), (name, f'{name}"expm1", '))
     link_tests(folder)
     return folder
 
@@ -189,8 +189,8 @@ def test_the_example_of_the_page_for_contributors_works(
 @pytest.mark.parametrize(
     ("file", "old", "new", "found"),
     [
-        ("ops/toy.py", "sigmoid(x)", "sigmoid(y)", SLOPE),
-        ("ops/toy.py", "in (1, 15, 40_000)", "in ()", VALUE),
+        ("engine/ops/toy.py", "sigmoid(x)", "sigmoid(y)", SLOPE),
+        ("engine/ops/toy.py", "in (1, 15, 40_000)", "in ()", VALUE),
         ("kernels/toy.py", "-abs(x[i])", "-x[i]", VALUE),
     ],
 )

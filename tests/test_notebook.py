@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pytest
 
 import packtrain as pt
-from packtrain.errors import InputError, keyworded
-from packtrain.notebook import data_path
+from packtrain.common.errors import InputError, keyworded
+from packtrain.training.monitoring.notebook import data_path
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "vocab_size": 300}
 TEXTS = [f"the {i} cats see {i * 7 % 13} dogs." for i in range(400)]

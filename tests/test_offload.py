@@ -11,19 +11,19 @@ import pytest
 
 import packtrain as pt
 from packtrain import Graph, differentiate, make_plan, place
-from packtrain.backends import Backend, Target, backend, cpu
-from packtrain.cli import main
-from packtrain.cost import Rates
-from packtrain.design.plans import make_plans
-from packtrain.design.request import Request
-from packtrain.design.search import Search, search
-from packtrain.design.shape import StepShape
-from packtrain.design.table import choices, put_away_nbytes
+from packtrain.cli.main import main
+from packtrain.engine.backends import Backend, Target, backend, cpu
+from packtrain.engine.memory_plan import verify
+from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
-from packtrain.planning import verify
-from packtrain.recompute import ALWAYS, MAYBE, NEVER
+from packtrain.planner.checkpointing import ALWAYS, MAYBE, NEVER
+from packtrain.planner.cost_model import Rates
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import Search, search
+from packtrain.planner.plan_table import choices, put_away_nbytes
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
 from tests.models import CONFIG, batch, bind, values
 from tests.test_recompute import ROWS, TIME
 from tests.test_spread import MIB, SIZES, folder, held, one_thread, refused, trained
@@ -138,7 +138,7 @@ def test_plan_prints_what_waits_where(folder: Path, capsys: pytest.CaptureFixtur
     told = json.loads((folder / "p.json").read_text())
     nbytes = told["offloaded_bytes"]
     assert (
-        f"{pt.planning.size_text(nbytes)} of activations wait in the memory of this process"
+        f"{pt.engine.memory_plan.size_text(nbytes)} of activations wait in the memory of this process"
         in shown
     )
     assert nbytes > MIB and told["spaces"]["cpu:1"]["bytes"] > MIB

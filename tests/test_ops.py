@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import backends, ops
-from packtrain.backends import Target
-from packtrain.checking.cases import STRAIGHT
-from packtrain.checking.running import execute
-from packtrain.checking.samples import graph_of, samples, values
-from packtrain.tensor import OPS
+from packtrain.devtools.check.check_cases import STRAIGHT
+from packtrain.devtools.check.op_samples import graph_of, samples, values
+from packtrain.devtools.check.running import execute
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import Target
+from packtrain.engine.tensor import OPS
 from tests import bit_checks, checks
 
 NAMES = sorted(OPS)

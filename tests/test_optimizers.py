@@ -9,22 +9,32 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from packtrain import ops
-from packtrain.design.forms import candidates
-from packtrain.design.plans import MICRO, UPDATE, make_plans, runs
-from packtrain.design.shape import Base, StepShape
+from packtrain.common.options import TRAINING
 from packtrain.dtypes import bf16
+from packtrain.engine import ops
+from packtrain.engine.graph import Graph
+from packtrain.engine.interpreter import interpret
+from packtrain.engine.optim import (
+    OPTIMIZERS,
+    SGD,
+    AdamW,
+    Given,
+    Muon,
+    Optimizer,
+    Turn,
+    leaner,
+    moment,
+)
+from packtrain.engine.optim.muon import orthogonal
+from packtrain.engine.optim.optimizer import Values
+from packtrain.engine.optim.sgd import opt_step_sgd
+from packtrain.engine.tensor import Tensor, input, state, weight
 from packtrain.gguf import GGUF
-from packtrain.graph import Graph
-from packtrain.interpreting import interpret
-from packtrain.optim import OPTIMIZERS, SGD, AdamW, Given, Muon, Optimizer, Turn, leaner, moment
-from packtrain.optim.muon import orthogonal
-from packtrain.optim.optimizer import Values
-from packtrain.optim.sgd import opt_step_sgd
-from packtrain.settings import TRAINING
-from packtrain.tensor import Tensor, input, state, weight
-from packtrain.training.engine import Engine
-from packtrain.training.settings import with_those_of_optimizers
+from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.step_variants import candidates
+from packtrain.planner.training_plans import MICRO, UPDATE, make_plans, runs
+from packtrain.training.train_settings import with_those_of_optimizers
+from packtrain.training.training_engine import Engine
 from tests.copied import copy_package, edit, packtrain_in
 from tests.models import CONFIG, batch, same_bits, values
 
@@ -36,9 +46,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from packtrain.optim.optimizer import Given, Optimizer, moment
-from packtrain.settings import TRAINING
-from packtrain.tensor import Spec, Tensor, constant, input, op, state, weight
+from packtrain.engine.optim.optimizer import Given, Optimizer, moment
+from packtrain.common.options import TRAINING
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +99,12 @@ def toy_step_samples():
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, to which one file and its name were added, and with some text."""
     folder = tmp_path_factory.mktemp("toy")
-    home = copy_package(folder) / "optim"
+    home = copy_package(folder) / "engine/optim"
     (home / "toy.py").write_text(TOY)
     edit(
         home / "__init__.py",
         ("(AdamW, SGD, Muon, LBFGS)", "(AdamW, SGD, Muon, LBFGS, Toy)"),
-        ("\n\n__all__", "\nfrom packtrain.optim.toy import Toy\n\n__all__"),
+        ("\n\n__all__", "\nfrom packtrain.engine.optim.toy import Toy\n\n__all__"),
     )
     (folder / "text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)
     return folder

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from packtrain.training.order import item_at, keys_of
+from packtrain.training.epoch_order import item_at, keys_of
 
 
 @pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 1000])

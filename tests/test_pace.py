@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from packtrain.design import pace
-from packtrain.design.pace import STEPS, learnt, seen
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import StepShape
-from packtrain.design.table import text
-from packtrain.optim import SGD
+from packtrain.engine.optim import SGD
+from packtrain.planner import expected_pace
+from packtrain.planner.expected_pace import STEPS, learnt, seen
+from packtrain.planner.plan_table import text
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
 from tests.models import CONFIG
 
 
@@ -42,14 +42,14 @@ def test_learnt_tokens_are_counted():
 def processor(monkeypatch):
     """The time for which other programs had the processor, as a test says."""
     lost = [0.0]
-    monkeypatch.setattr(pace, "waited", lambda: lost[0])
+    monkeypatch.setattr(expected_pace, "waited", lambda: lost[0])
     return lost
 
 
 def run(expected: float, took: float, processor: list[float], share: float = 1.0, left: int = 1000):
     """What is said in some steps of so many seconds, and by what the rates were corrected."""
     corrections = list[float]()
-    found = pace.pace(expected, corrections.append)
+    found = expected_pace.pace(expected, corrections.append)
     said = []
     for i in range(3 * STEPS):
         processor[0] += took * (1 - share)
@@ -82,9 +82,9 @@ def test_the_end_of_a_short_run_is_not_worth_a_word(processor):
 
 
 def test_one_slow_step_is_no_reason(processor):
-    found = pace.pace(1.0, lambda _: pytest.fail("corrected"))
+    found = expected_pace.pace(1.0, lambda _: pytest.fail("corrected"))
     assert not any(found(t, 1000) for t in (1.0, 1.0, 9.0, 1.0, 1.1, 1.0, 1.0))
-    assert pace.STEPS >= 3
+    assert expected_pace.STEPS >= 3
 
 
 def test_a_plan_tells_computed_from_learnt_tokens():

@@ -16,11 +16,20 @@ import pytest
 import packtrain as pt
 from benchmarks import packing as benchmark
 from packtrain import kernels
+from packtrain.engine.optim import AdamW, training
+from packtrain.engine.packing import (
+    Packing,
+    clash,
+    exact,
+    height,
+    large,
+    lower_bound,
+    pack,
+    packings,
+)
+from packtrain.engine.packing.search_clock import Clock
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
-from packtrain.optim import AdamW, training
-from packtrain.packing import Packing, clash, exact, height, large, lower_bound, pack, packings
-from packtrain.packing.clock import Clock
 
 ROOT = Path(__file__).parent.parent
 PROBLEMS = ROOT.parent / "shared/data/minimalloc/challenging"
@@ -326,7 +335,7 @@ def test_an_ordinary_plan_loads_no_kernels() -> None:
     code = (
         "import sys, packtrain as pt; from packtrain.models import transformer; "
         "from packtrain.models.config import PRESETS; "
-        "from packtrain.optim import AdamW, training; config = PRESETS['1m']; "
+        "from packtrain.engine.optim import AdamW, training; config = PRESETS['1m']; "
         "weights = transformer.weights(config); made = transformer.loss(config, weights, 4, 256); "
         "graph = training({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
         "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print(pt.kernels.is_loaded('packing'))"
@@ -344,7 +353,7 @@ def many(seed: int, count: int) -> Problem:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_compiled_heuristics_give_the_offsets_of_the_plain_ones(seed: int) -> None:
-    module = importlib.import_module("packtrain.packing.pack")
+    module = importlib.import_module("packtrain.engine.packing.pack")
     columns = many(seed, 50 + 150 * seed)
     for packer, keys in module._orders(*columns):
         order, limits = np.lexsort(keys), np.zeros(4, np.int64)

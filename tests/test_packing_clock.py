@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import packing as benchmark
 from packtrain import kernels
-from packtrain.packing import Packing, clash, exact, height, packings
-from packtrain.packing.clock import Clock
-from packtrain.packing.pack import crowd, shelves
+from packtrain.engine.packing import Packing, clash, exact, height, packings
+from packtrain.engine.packing.pack import crowd, shelves
+from packtrain.engine.packing.search_clock import Clock
 from tests.test_packing import EXAMPLE, Problem, hard, last, pairs_apart, problem
 
 

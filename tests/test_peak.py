@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.design.plans import BOUND_NBYTES
-from packtrain.run import Session
+from packtrain.engine.executor import Session
+from packtrain.planner.training_plans import BOUND_NBYTES
 from tests.kill import KINDS, chats
 from tests.real import BASE
 from tests.test_budget import deep, request
@@ -19,8 +19,8 @@ from tests.test_budget import deep, request
 # prints the modules that are loaded after the plan is shown
 WATCHED = """
 import sys
-from packtrain.cli import main
-from packtrain.commands import shown
+from packtrain.cli.main import main
+from packtrain.cli import shown
 
 known = set()
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.cli import main
-from packtrain.convert import convert
-from packtrain.convert.safetensors import open_file
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import convert
+from packtrain.conversion.hugging_face.safetensors import open_file
+from packtrain.conversion.peft import CONFIG, FIELD_KINDS, FIELDS, TENSORS, read_peft
 from packtrain.dtypes import f32
-from packtrain.errors import InputError
-from packtrain.generation import Generator
-from packtrain.models.adapted import adapted, read_scaled
-from packtrain.models.adapter import read_adapter
-from packtrain.models.file import open_model
-from packtrain.peft import CONFIG, FIELD_KINDS, FIELDS, TENSORS, read_peft
+from packtrain.inference.generator import Generator
+from packtrain.models.adapter_file import read_adapter
+from packtrain.models.model_file import open_model
+from packtrain.models.model_with_adapters import adapted, read_scaled
 from tests import hugging_face
 from tests.hugging_face import write_checkpoint, write_safetensors
 
@@ -114,7 +114,7 @@ def test_an_adapter_of_peft_computes_the_same(kind: str, changes: dict[str, Any]
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_rows_in_their_old_order_are_seen(kind: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("packtrain.peft.paired", lambda rows, heads: rows)
+    monkeypatch.setattr("packtrain.conversion.peft.paired", lambda rows, heads: rows)
     with pytest.raises(AssertionError):
         check_same(kind, {}, tmp_path)
 

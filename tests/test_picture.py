@@ -12,14 +12,30 @@ from xml.etree import ElementTree
 
 import pytest
 
-import packtrain.picture
-from packtrain.optim import AdamW
-from packtrain.picture import chart, page, terminal, trace
-from packtrain.picture.chart import ABOVE, BELOW, BOTTOM, LEFT, RIGHT, TOP, byte_ticks, step_ticks
-from packtrain.picture.scene import CATEGORIES, OWNERS, READING, Scene, fullest, make_scene
-from packtrain.picture.terminal import LINES, MARGIN
-from packtrain.placing import Placed, place
-from packtrain.planning import Arena, Buffer, Plan, make_plan, size_text
+import packtrain.planner.plan_view
+from packtrain.engine.memory_plan import Arena, Buffer, Plan, make_plan, size_text
+from packtrain.engine.optim import AdamW
+from packtrain.engine.placement import Placed, place
+from packtrain.planner.plan_view import chart, page, terminal, trace
+from packtrain.planner.plan_view.memory_chart import (
+    ABOVE,
+    BELOW,
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    byte_ticks,
+    step_ticks,
+)
+from packtrain.planner.plan_view.scene import (
+    CATEGORIES,
+    OWNERS,
+    READING,
+    Scene,
+    fullest,
+    make_scene,
+)
+from packtrain.planner.plan_view.terminal import LINES, MARGIN
 from tests import models
 from tests.browser import chromium
 
@@ -276,7 +292,7 @@ def test_samples_are_drawn_over_the_steps() -> None:
 def test_sizes_of_files(many: Plan) -> None:
     assert len(page(many).encode()) <= 2_000_000
     assert len(chart(many).encode()) <= 200_000
-    folder = Path(packtrain.picture.__file__).parent
+    folder = Path(packtrain.planner.plan_view.__file__).parent
     for name in ("page.js", "page.html"):
         assert len((folder / name).read_text().splitlines()) <= 400, name
 

@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import backends, kernels, ops
-from packtrain.backends import HOST, Backend, Host, Target
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import StepShape
+from packtrain import kernels
 from packtrain.dtypes import i32
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import HOST, Backend, Host, Target
+from packtrain.engine.optim import AdamW
+from packtrain.engine.optim.adamw import opt_step_adamw
+from packtrain.engine.placement import Placed, place
+from packtrain.engine.step import Step
+from packtrain.engine.tensor import Call, Kernel, Op, Tensor
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
-from packtrain.optim.adamw import opt_step_adamw
-from packtrain.placing import Placed, place
-from packtrain.steps import Step
-from packtrain.tensor import Call, Kernel, Op, Tensor
-from packtrain.training.engine import Engine
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.training.training_engine import Engine
 from tests import checks, plan_checks
 from tests.random_graphs import random_case
 
@@ -41,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 def apart() -> Backend:
     """PyTorch's kernels, in a memory that the host does not look at."""
-    from packtrain.backends.torch import Apart
+    from packtrain.engine.backends.torch_backend import Apart
 
     return Apart("apart", "cpu")
 
@@ -245,7 +246,7 @@ def test_random_placements_over_three_memories_give_the_same_bits(seed: int) -> 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_placements_with_pytorch_differ_by_rounding(seed: int) -> None:
     """On the host's own arrays and in a memory of its own, among the cpu's."""
-    from packtrain.backends.torch import OnHost
+    from packtrain.engine.backends.torch_backend import OnHost
 
     case = random_case(2000 + seed)
     want = checks.run(case.graph, case.values)

@@ -8,12 +8,12 @@ import pytest
 
 import packtrain as pt
 from benchmarks.online import best_fit
-from packtrain import backends, ops
-from packtrain.backends import Target
-from packtrain.packing import height, lower_bound, pack
-from packtrain.packing.pack import first_fit
-from packtrain.planning import Plan
-from packtrain.planning.plan import Packer
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import Target
+from packtrain.engine.memory_plan import Plan
+from packtrain.engine.memory_plan.memory_plan import Packer
+from packtrain.engine.packing import height, lower_bound, pack
+from packtrain.engine.packing.pack import first_fit
 from tests import checks, plan_checks
 from tests.plan_checks import small
 from tests.random_graphs import random_case

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.cli import main
-from packtrain.context import Context, ContextError
-from packtrain.models.file import open_model
+from packtrain.cli.main import main
+from packtrain.inference.kv_cache import Context, ContextError
+from packtrain.models.model_file import open_model
 from tests.architectures import CONFIGS, random_model
 from tests.kill import chats
 

@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
-from packtrain.checking.running import run
-from packtrain.cli import main
-from packtrain.corpus.documents import Source
-from packtrain.errors import InputError
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.data.conversations import Samples
+from packtrain.data.conversations.messages import Pair
+from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.text.documents import Source
+from packtrain.devtools.check.running import run
+from packtrain.engine import ops
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.graph import Graph
 from packtrain.gguf import GGUF
-from packtrain.grad import differentiate
-from packtrain.graph import Graph
-from packtrain.models.preference import KINDS, Preference, preference
-from packtrain.samples import Samples
-from packtrain.samples.formats import Reader
-from packtrain.samples.messages import Pair
-from packtrain.training import told
-from packtrain.training.pairs import PairBatches
-from packtrain.training.reference import FILE
-from packtrain.watch import metrics
+from packtrain.models.preference_loss import KINDS, Preference, preference
+from packtrain.training import precomputed
+from packtrain.training.monitoring import metrics_file
+from packtrain.training.pair_batches import PairBatches
+from packtrain.training.reference_logprobs import FILE
 from tests.architectures import CONFIGS, random_model
 from tests.preferred import PAIRS, preference_base
 from tests.room import room
@@ -266,7 +266,7 @@ def tuned(folder: Path, output: Path, *more: str, base: str = "f32") -> int:
 def test_a_run_learns_the_preference_on_pairs_it_has_not_seen(folder, tmp_path, capsys, loss):
     output = tmp_path / "tuned.gguf"
     assert tuned(folder, output, "--loss", loss, "--iters", "30", base="q4") == 0, said(capsys)
-    records = [*metrics.read(tmp_path / "tuned.run/metrics.jsonl")]
+    records = [*metrics_file.read(tmp_path / "tuned.run/metrics.jsonl")]
     first, last = records[0], next(r for r in reversed(records) if "val_loss" in r)
     assert last["val_accuracy"] == 1 and last["rewards_margin"] > first["rewards_margin"] + 0.05
     margin = last["rewards_chosen"] - last["rewards_rejected"]
@@ -282,7 +282,7 @@ def test_the_loss_does_not_depend_on_micro_batches_packing_or_memory(folder, tmp
     ):
         output = tmp_path / f"{number}.gguf"
         assert tuned(folder, output, "--iters", "4", *more) == 0, said(capsys)
-        every = metrics.read(tmp_path / f"{number}.run/metrics.jsonl")
+        every = metrics_file.read(tmp_path / f"{number}.run/metrics.jsonl")
         found.append([(r["loss"], r["rewards_margin"]) for r in every if "loss" in r])
     np.testing.assert_allclose(found[0], found[1], rtol=2e-5, atol=2e-6)
 
@@ -306,9 +306,9 @@ def test_a_stopped_run_resumes_bit_for_bit_and_reads_the_reference_once(folder, 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_what_was_kept_is_read_whole_or_not_at_all(damage: str, tmp_path: Path) -> None:
     path, known = tmp_path / "known.npz", {"a": np.arange(99.0), "b": np.arange(50)}
-    told.write(path, "mark", known)
+    precomputed.write(path, "mark", known)
     got = {name: np.zeros_like(array) for name, array in known.items()}
-    told.read(path, "another", got)
+    precomputed.read(path, "another", got)
     assert not got["a"].any()
     raw = bytearray(path.read_bytes())
     if damage == "cut":
@@ -316,9 +316,9 @@ def test_what_was_kept_is_read_whole_or_not_at_all(damage: str, tmp_path: Path) 
     else:
         raw[raw.index(known["b"].tobytes()) + 3] ^= 1
     (tmp_path / "damaged.npz").write_bytes(raw)
-    told.read(tmp_path / "damaged.npz", "mark", got)
+    precomputed.read(tmp_path / "damaged.npz", "mark", got)
     assert not got["a"].any() and not got["b"].any()
-    told.read(path, "mark", got)
+    precomputed.read(path, "mark", got)
     assert all(np.array_equal(got[name], array) for name, array in known.items())
 
 
@@ -337,7 +337,7 @@ def test_weights_themselves_can_be_trained(folder, tmp_path, capsys):
     given = [str(folder / "f32.gguf"), "--data", str(folder / "pairs.jsonl"), "-o", str(output)]
     more = ["--full", "--loss", "dpo", "--iters", "6", "--batch-size", "2", "--lr", "1e-3"]
     assert main(["finetune", *given, *more, "--no-tensorboard"]) == 0, said(capsys)
-    every = [r for r in metrics.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
+    every = [r for r in metrics_file.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
     assert every[-1]["rewards_margin"] > every[0]["rewards_margin"] + 0.05
 
 
@@ -410,7 +410,7 @@ def test_losses_margins_and_gradients_are_trls(tmp_path: Path, loss: str) -> Non
     given += ["--weight-decay", "0", "--no-pack", "--batch-size", "6", "--iters", str(len(steps))]
     given += ["--val-split", "0", "--no-tensorboard"]
     assert main(["finetune", str(base), "--data", str(data), "-o", str(output), *given]) == 0
-    found = [r for r in metrics.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
+    found = [r for r in metrics_file.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
     for ours, theirs in zip(found, steps, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         for name in ("chosen", "rejected") if loss == "dpo" else ():  # TRL shows sums for ipo, too

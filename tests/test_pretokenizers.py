@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.tokenizer import Tokenizer, TokenizerError
-from packtrain.tokenizer.rules import ROWS, RULES
-from packtrain.tokenizer.words import Splitter
+from packtrain.data.tokenizer import Tokenizer, TokenizerError
+from packtrain.data.tokenizer.split_rules import ROWS, RULES
+from packtrain.data.tokenizer.word_splitter import Splitter
 from tests.vocabularies import PIECES, charsmap, checksum, drawn, joining, pieces
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens/pretokenizers.json").read_text())

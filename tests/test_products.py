@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
+from packtrain.common.memory import private_nbytes_of
 from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, TRAINABLE, Dtype
+from packtrain.engine import ops
+from packtrain.engine.executor import RunError
 from packtrain.gguf import GGUF, write
-from packtrain.memory import private_nbytes_of
+from packtrain.kernels.quantized_arrays import dequantize, quantize
 from packtrain.models import transformer
-from packtrain.models.file import metadata
-from packtrain.quant import dequantize, quantize
-from packtrain.run import RunError
+from packtrain.models.model_file import metadata
 from tests import checks
 from tests.test_model_file import TOKENS, vocabulary
 from tests.test_quant import SCALES
@@ -222,9 +222,9 @@ SHAPE = transformer.Config(len(TOKENS), 128, 256, 12, 1024, 4, 4)
 READ = """
 import sys
 from packtrain import kernels
-from packtrain.generation import Generator
-from packtrain.memory import private_nbytes
-from packtrain.models.file import open_model
+from packtrain.inference.generator import Generator
+from packtrain.common.memory import private_nbytes
+from packtrain.models.model_file import open_model
 
 kernels.set_threads(1)  # the stack of another thread is in use or not, by chance
 kernels.load_all()

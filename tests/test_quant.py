@@ -7,7 +7,7 @@ import pytest
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, WRITABLE, Dtype
-from packtrain.quant import dequantize, quantize
+from packtrain.kernels.quantized_arrays import dequantize, quantize
 from tests import ggml_packed
 from tests.ggml_packed import odd_rows, rows_of
 

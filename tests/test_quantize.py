@@ -1,4 +1,4 @@
-"""`packtrain quantize`: the types llama-quantize chooses, values as packtrain.quant makes them, the rest as it was."""
+"""`packtrain quantize`: the types llama-quantize chooses, values of kernels.quantized_arrays, the rest as it was."""
 
 import os
 import subprocess
@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain import quant
-from packtrain.commands import quantize
+from packtrain.cli import quantize
+from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES, f16, f32
-from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models import mix
-from packtrain.models.mix import MIXES, types_of
-from packtrain.tasks.quantize import Quantize
+from packtrain.kernels import quantized_arrays
+from packtrain.models import quant_recipe
+from packtrain.models.quant_recipe import MIXES, types_of
+from packtrain.workflows.quantization import Quantize
 from tests import mixes
 from tests.mixes import SHAPES, write_shape
 
@@ -40,13 +40,17 @@ def test_types_are_those_llama_quantize_chooses(shape: str, tmp_path: Path):
 
 
 FAULTS = {
-    "tied": (mix, "_more", lambda i, count: i < count // 8),
-    "last block first": (mix, "_place", lambda name: 0),
-    "two experts": (mix, "_block", lambda name: None),
-    "rows of 96": (mix, "fitting", lambda dtype, width: f16 if width % dtype.block else dtype),
-    "eight experts": (mix, "EXPERTS", 4),
-    "untied": (mix, "FIRST_VALUES", 3),
-    "few values serve many": (mix._Rules, "_is_70b", lambda rules: False),
+    "tied": (quant_recipe, "_more", lambda i, count: i < count // 8),
+    "last block first": (quant_recipe, "_place", lambda name: 0),
+    "two experts": (quant_recipe, "_block", lambda name: None),
+    "rows of 96": (
+        quant_recipe,
+        "fitting",
+        lambda dtype, width: f16 if width % dtype.block else dtype,
+    ),
+    "eight experts": (quant_recipe, "EXPERTS", 4),
+    "untied": (quant_recipe, "FIRST_VALUES", 3),
+    "few values serve many": (quant_recipe._Rules, "_is_70b", lambda rules: False),
 }
 
 
@@ -83,7 +87,11 @@ def test_weights_are_packed_and_the_rest_is_as_it_was(settings: Quantize, capsys
     assert list(made.entries) == list(given.entries)
     assert {str(dtype) for dtype in types.values()} == {"f32", "q4_K", "q6_K"}
     for name, dtype in types.items():
-        wanted = given.array(name) if dtype is f32 else quant.quantize(given.array(name), dtype)
+        wanted = (
+            given.array(name)
+            if dtype is f32
+            else quantized_arrays.quantize(given.array(name), dtype)
+        )
         assert made.entries[name].dtype is dtype
         assert made.array(name).tobytes() == wanted.tobytes(), name
     said = {"general.file_type": 15, "general.quantization_version": 2}
@@ -91,7 +99,7 @@ def test_weights_are_packed_and_the_rest_is_as_it_was(settings: Quantize, capsys
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(types) + 1
     first = given.array("token_embd.weight")
-    off = np.linalg.norm(quant.dequantize(made.array("token_embd.weight")) - first)
+    off = np.linalg.norm(quantized_arrays.dequantize(made.array("token_embd.weight")) - first)
     wanted = f"token_embd.weight [2, 512] f32 -> q4_K 0.00 -> 0.00 MiB error {off / np.linalg.norm(first):.2%}"
     assert " ".join(lines[0].split()) == wanted
     assert f"Q4_K_M, {len(types)} tensors" in lines[-1]
@@ -134,7 +142,7 @@ def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: Quantize):
 def test_parts_of_tensors_give_the_same_file(settings: Quantize, monkeypatch: pytest.MonkeyPatch):
     quantize.run(replace(settings, type="Q5_K_S"))
     whole = settings.output.read_bytes()
-    monkeypatch.setattr("packtrain.tasks.quantize.PART", 1)  # so that each part is one row
+    monkeypatch.setattr("packtrain.workflows.quantization.PART", 1)  # so that each part is one row
     quantize.run(replace(settings, type="Q5_K_S", overwrite=True))
     assert settings.output.read_bytes() == whole
 
@@ -163,7 +171,9 @@ def test_what_is_packed_already_stays_unless_it_is_allowed(settings: Quantize):
     assert again.output.read_bytes() == settings.output.read_bytes()
     quantize.run(replace(again, overwrite=True, allow_requantize=True))
     first, second = GGUF(settings.output), GGUF(again.output)
-    wanted = quant.quantize(quant.dequantize(first.array(MATRIX)), DTYPES["q6_K"])
+    wanted = quantized_arrays.quantize(
+        quantized_arrays.dequantize(first.array(MATRIX)), DTYPES["q6_K"]
+    )
     assert second.array(MATRIX).tobytes() == wanted.tobytes()
 
 
@@ -175,7 +185,9 @@ def test_packed_weights_can_be_unpacked(settings: Quantize):
     quantize.run(replace(back, type="F32"))  # loses nothing, so nothing has to be allowed
     packed, made = GGUF(settings.output), GGUF(back.output)
     assert {e.dtype for e in made.entries.values()} == {f32}
-    np.testing.assert_array_equal(made.array(MATRIX), quant.dequantize(packed.array(MATRIX)))
+    np.testing.assert_array_equal(
+        made.array(MATRIX), quantized_arrays.dequantize(packed.array(MATRIX))
+    )
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
@@ -210,7 +222,10 @@ def test_the_smallest_types_need_an_importance_matrix(settings: Quantize, tmp_pa
         if entry.dtype is DTYPES["iq2_xxs"]:
             values = given.array(name)
             ones = np.ones(values.shape[-1], np.float32)
-            assert made.array(name).tobytes() == quant.quantize(values, entry.dtype, ones).tobytes()
+            assert (
+                made.array(name).tobytes()
+                == quantized_arrays.quantize(values, entry.dtype, ones).tobytes()
+            )
     assert {str(e.dtype) for e in made.entries.values()} == {"f32", "q2_K", "q5_K", "iq2_xxs"}
     again = replace(small, imatrix=weights, pure=True, overwrite=True)
     # no importance matrix has weights for it

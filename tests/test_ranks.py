@@ -14,26 +14,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain import ops, ranks
-from packtrain.backends import CPU, Target
-from packtrain.backends.torch import Apart
-from packtrain.cli import main
-from packtrain.cost import Rates
-from packtrain.design import sharing
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import StepShape
-from packtrain.design.table import rows
+from packtrain import distributed
+from packtrain.cli.main import main
+from packtrain.distributed import BUCKET, exchange, part_of, world
+from packtrain.engine import ops
+from packtrain.engine.backends import CPU, Target
+from packtrain.engine.backends.torch_backend import Apart
+from packtrain.engine.executor import Session
+from packtrain.engine.optim import AdamW, accumulating
+from packtrain.engine.placement import place
+from packtrain.engine.tensor import input, weight
 from packtrain.gguf import GGUF
 from packtrain.models.config import Config
-from packtrain.optim import AdamW, accumulating
-from packtrain.placing import place
-from packtrain.ranks import BUCKET, exchange, part_of, world
-from packtrain.run import Session
-from packtrain.tasks import run
-from packtrain.tensor import input, weight
-from packtrain.training import sums
-from packtrain.training.state import load
-from packtrain.watch import metrics
+from packtrain.planner import rank_exchange
+from packtrain.planner.cost_model import Rates
+from packtrain.planner.plan_table import rows
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.training import gradient_sums
+from packtrain.training.checkpoints import load
+from packtrain.training.monitoring import metrics_file
+from packtrain.workflows import run_training
 from tests import hosts
 from tests.kill import KINDS, prepare_base, words
 from tests.ranked import FEW, by_hand, close, done, errors, same, train
@@ -73,7 +74,7 @@ def test_without_torch_one_sentence_names_the_extra(folder, monkeypatch, capsys)
 
 
 def test_a_process_alone_exchanges_nothing():
-    alone = ranks.here()
+    alone = distributed.here()
     assert (alone.rank, alone.size, alone.gather(3), alone.total(2.5)) == (0, 1, [3], 2.5)
 
 
@@ -84,7 +85,7 @@ def test_ranks_that_exchange_whole_buckets_keep_to_their_plan(folder, zero):
     sizes = ["--dim", "256", "--layers", "2", "--ffn", "512", "--iters", "6"]
     done(train(folder, f"wide{zero}", *sizes, "--nproc", "2", "--zero", zero))
     assert GGUF(folder / f"wide{zero}.gguf").array("blk.0.ffn_up.weight").size * 10 > BUCKET
-    end = metrics.read(folder / f"wide{zero}.run/metrics.jsonl")[-1]
+    end = metrics_file.read(folder / f"wide{zero}.run/metrics.jsonl")[-1]
     assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"]
 
 
@@ -96,7 +97,7 @@ def test_two_and_four_ranks_train_as_one_and_with_the_same_bits_each_time(folder
     for name, more in (("two", []), ("zero", ["--zero", "1"])):
         done(train(folder, name, *asked, "--nproc", "2", *more))
         close(folder, "one", name, 200)
-        end = metrics.read(folder / f"{name}.run/metrics.jsonl")[-1]
+        end = metrics_file.read(folder / f"{name}.run/metrics.jsonl")[-1]
         assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 400 << 20
     same(folder, "two", "zero")  # a second run, and one that shares out the moments
     for name in ("scatter", "again"):  # and one that shares out the sums of gradients
@@ -131,7 +132,7 @@ def test_ranks_on_pytorch_train_as_one(folder):
     for name, device, zero in each:
         done(train(folder, name, *asked, device, "--nproc", "2", "--zero", zero))
         close(folder, "torch", name, 50)
-        end = metrics.read(folder / f"{name}.run/metrics.jsonl")[-1]
+        end = metrics_file.read(folder / f"{name}.run/metrics.jsonl")[-1]
         assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 700 << 20
     same(folder, "torches", "shares")  # a second run, and one that shares out the moments
 
@@ -295,10 +296,10 @@ def test_what_ranks_wait_for_each_other_is_no_rate_of_the_machine(monkeypatch):
     settings = SimpleNamespace(target=CPU)
     prepared = SimpleNamespace(seconds=1.0, job=SimpleNamespace(settings=settings))
     corrected = list[float]()
-    monkeypatch.setattr(run, "correct", lambda by, target: corrected.append(by))
+    monkeypatch.setattr(run_training, "correct", lambda by, target: corrected.append(by))
     for size, told in ((2, 0), (1, 1)):
         monkeypatch.setattr(world, "_here", SimpleNamespace(size=size))
-        timed = run.timed(prepared)
+        timed = run_training.timed(prepared)
         messages = [timed(0.5, 1000) for _ in range(9)]
         assert sum(said is not None for said in messages) == len(corrected) == told
 
@@ -324,24 +325,24 @@ def test_latency_grows_with_ranks_as_the_exchange_sends():
     rates, link = Rates(1e12, 1e18), 1e18  # bytes take no time
 
     def seconds(ranks: int, numbers: int = BUCKET) -> float:
-        return sharing.transfer_seconds(numbers, ranks, rates, link)
+        return rank_exchange.transfer_seconds(numbers, ranks, rates, link)
 
-    assert seconds(2) == pytest.approx(2 * sharing.LATENCY)
+    assert seconds(2) == pytest.approx(2 * rank_exchange.LATENCY)
     step = seconds(3) - seconds(2)
-    assert step == pytest.approx(2 * sharing.MESSAGE)
+    assert step == pytest.approx(2 * rank_exchange.MESSAGE)
     assert seconds(1024) - seconds(2) == pytest.approx(1022 * step)
-    assert seconds(1024) < 2 * 1023 * sharing.LATENCY / 4  # of a ring
+    assert seconds(1024) < 2 * 1023 * rank_exchange.LATENCY / 4  # of a ring
     assert seconds(8, 3 * BUCKET) == pytest.approx(3 * seconds(8))
-    rounds = [sharing.round_seconds(ranks) for ranks in (2, 3, 1024)]
-    assert rounds == pytest.approx([sharing.LATENCY * n for n in (1, 2, 1023)])
-    slow = [sharing.transfer_seconds(BUCKET, ranks, rates, 1e6) for ranks in (2, 1024)]
+    rounds = [rank_exchange.round_seconds(ranks) for ranks in (2, 3, 1024)]
+    assert rounds == pytest.approx([rank_exchange.LATENCY * n for n in (1, 2, 1023)])
+    slow = [rank_exchange.transfer_seconds(BUCKET, ranks, rates, 1e6) for ranks in (2, 1024)]
     assert 1.9 < slow[1] / slow[0] < 2.1
 
 
 def test_transfers_go_one_after_the_other_once_they_are_ready():
-    assert sharing.last_arrival([1, 2, 9], [3, 4, 1]) == 10
-    assert sharing.last_arrival([1, 2, 3], [3, 4, 1]) == 9
-    assert sharing.last_arrival([], []) == 0
+    assert rank_exchange.last_arrival([1, 2, 9], [3, 4, 1]) == 10
+    assert rank_exchange.last_arrival([1, 2, 3], [3, 4, 1]) == 9
+    assert rank_exchange.last_arrival([], []) == 0
 
 
 def test_parts_of_arrays_cover_them_and_are_aligned():
@@ -353,10 +354,10 @@ def test_parts_of_arrays_cover_them_and_are_aligned():
 
 
 def test_sums_leave_when_they_are_complete_while_the_backward_pass_goes_on(monkeypatch):
-    monkeypatch.setattr(sharing, "BUCKET", 1000)
+    monkeypatch.setattr(rank_exchange, "BUCKET", 1000)
     sent = list[tuple[int, list[str]]]()
 
-    class Two(ranks.World):
+    class Two(distributed.World):
         size = 2
 
         def send(self, arrays):
@@ -374,7 +375,7 @@ def test_sums_leave_when_they_are_complete_while_the_backward_pass_goes_on(monke
     session.set({one.label: rng.standard_normal((40, 40), np.float32) for one in w})
     leaves = {one.label: one for one in w}
     plans = SimpleNamespace(leaves=leaves, trained=[*leaves], shape=SimpleNamespace(share=None))
-    exchanged = sums.Exchanged(session, plans, micro)
+    exchanged = gradient_sums.Exchanged(session, plans, micro)
     exchanged.begin()
     micro({"x": np.ones((2, 40), np.float32), "fresh": np.ones(())}, stop=exchanged.leaving())
     assert len(sent) >= 2 and all(at < len(micro.placed.steps) - 1 for at, _ in sent)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.ranks import beats
+from packtrain.distributed import heartbeat
 from tests import hosts
 from tests.kill import words
 from tests.ranked import begun, by_hand, done, errors, train
@@ -117,5 +117,5 @@ def _runs(process: int) -> bool:
 
 
 def test_all_that_a_lost_rank_takes_fits_into_half_a_minute():
-    seconds = beats.SILENT_SECONDS + 2 * beats.BEAT_SECONDS + beats.GRACE_SECONDS
+    seconds = heartbeat.SILENT_SECONDS + 2 * heartbeat.BEAT_SECONDS + heartbeat.GRACE_SECONDS
     assert seconds + 5 < 30

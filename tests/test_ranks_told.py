@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.ranks import World
-from packtrain.training import told
-from packtrain.watch import metrics
+from packtrain.distributed import World
+from packtrain.training import precomputed
+from packtrain.training.monitoring import metrics_file
 from tests.architectures import random_model
 from tests.kill import words
 from tests.ranked import FEW, by_hand, done, errors, losses, train
@@ -61,7 +61,7 @@ def test_two_ranks_are_told_and_learn_what_one_does(folder: Path, kind: str) -> 
         assert len(a) == len(b) == (3 if key.startswith("val") else 26)
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=2e-6, err_msg=key)
     assert losses(folder, one)[-1] < losses(folder, one)[0]
-    end = metrics.read(folder / f"{two}.run/metrics.jsonl")[-1]
+    end = metrics_file.read(folder / f"{two}.run/metrics.jsonl")[-1]
     assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"]
     if kind == "pairs":
         goes_on(folder, two)
@@ -122,7 +122,7 @@ def together(count: int, work: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any
         own.world = Thread(rank)
         results[rank] = work(rank)
 
-    monkeypatch.setattr(told, "here", lambda: own.world)
+    monkeypatch.setattr(precomputed, "here", lambda: own.world)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for one in threads:
         one.start()
@@ -143,7 +143,7 @@ def test_each_number_is_read_once_and_all_know_all(
             read.append(i)
             return [10 * i, 10 * i + 1]
 
-        return [said for turn in told.in_turn(count, one) for said in turn]
+        return [said for turn in precomputed.in_turn(count, one) for said in turn]
 
     found = together(ranks, work, monkeypatch)
     assert found == [[x for i in range(count) for x in (10 * i, 10 * i + 1)]] * ranks
@@ -153,13 +153,13 @@ def test_each_number_is_read_once_and_all_know_all(
 def test_all_ranks_know_what_is_in_the_file_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(told, "PART", 100)  # bytes
+    monkeypatch.setattr(precomputed, "PART", 100)  # bytes
     wanted = {"a": np.arange(99.0), "b": np.arange(60).reshape(20, 3), "c": np.zeros(0)}
 
     def work(rank: int) -> dict[str, np.ndarray]:
         path, known = tmp_path / f"{rank}.npz", {n: np.zeros_like(v) for n, v in wanted.items()}
-        told.write(path, "mark", wanted)
-        told.recall(path, "mark", known)
+        precomputed.write(path, "mark", wanted)
+        precomputed.recall(path, "mark", known)
         return known
 
     for known in together(3, work, monkeypatch):

@@ -11,7 +11,7 @@ from benchmarks import real
 from benchmarks.first_tune import COMMANDS
 from benchmarks.real import PARTS
 from benchmarks.real_base import Row, Setup
-from packtrain.commands.demo import documents
+from packtrain.cli.demo import documents
 from tests.kill import chats
 from tests.real import BASE
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import Graph, Session, Tensor, differentiate, make_plan, ops, place
+from packtrain import Graph, Session, Tensor, differentiate, make_plan, place
 from packtrain.dtypes import i32, i64
+from packtrain.engine import ops
+from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
-from packtrain.optim import AdamW
 from tests.models import CONFIG, batch, bind, gradients, same_bits, steps, values
 
 OPTIMIZER = AdamW(lr=1e-2)

@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import kernels, ops, ranks
-from packtrain.backends import Target
-from packtrain.backends import recorded as recording
-from packtrain.backends.temporaries import measured
-from packtrain.backends.torch import Apart
-from packtrain.design import sharing
-from packtrain.optim import AdamW, Optimizer, accumulating
-from packtrain.optim.lbfgs import LBFGS
-from packtrain.placing import place
-from packtrain.ranks import here, world
-from packtrain.run import Session
-from packtrain.training import sums
+from packtrain import distributed, kernels
+from packtrain.distributed import here, world
+from packtrain.engine import ops
+from packtrain.engine.backends import Target
+from packtrain.engine.backends import cuda_graphs as recording
+from packtrain.engine.backends.torch_backend import Apart
+from packtrain.engine.backends.torch_temporaries import measured
+from packtrain.engine.executor import Session
+from packtrain.engine.optim import AdamW, Optimizer, accumulating
+from packtrain.engine.optim.lbfgs import LBFGS
+from packtrain.engine.placement import place
+from packtrain.planner import rank_exchange
+from packtrain.training import gradient_sums
 from tests.test_torch_backend import FAR, steps
 
 pytestmark = pytest.mark.torch
@@ -175,10 +176,10 @@ def test_sums_leave_for_other_ranks_when_the_graph_that_makes_them_has_run(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the call that would make them, which is a part of a graph that is launched later."""
-    monkeypatch.setattr(sharing, "BUCKET", 4)
+    monkeypatch.setattr(rank_exchange, "BUCKET", 4)
     sent = list[Any]()
 
-    class Two(ranks.World):
+    class Two(distributed.World):
         size = 2
 
         def send(self, arrays: Any) -> None:
@@ -194,7 +195,7 @@ def test_sums_leave_for_other_ranks_when_the_graph_that_makes_them_has_run(
     session.set({one.label: np.full(8, 2.0) for one in w})
     shape = SimpleNamespace(share=None)
     plans: Any = SimpleNamespace(leaves={one.label: one for one in w}, trained=[], shape=shape)
-    exchanged = sums.Exchanged(session, plans, micro)
+    exchanged = gradient_sums.Exchanged(session, plans, micro)
     for start in range(4):
         sent.clear()
         exchanged.begin()

@@ -10,19 +10,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from packtrain import kept
-from packtrain.cli import main
-from packtrain.design.plans import Plans
-from packtrain.errors import DiskFull, InputError
-from packtrain.tensor import state, weight
-from packtrain.training import space
-from packtrain.training.compatible import differences
-from packtrain.training.effects import RULES, VALIDATING, check_effects, check_validation
-from packtrain.training.job import HEAD_NBYTES, schedule_of
-from packtrain.training.settings import FREE, RunSettings, TrainSettings
-from packtrain.training.space import check_space, resumable, written
-from packtrain.training.state import Progress, save
-from packtrain.training.tune_settings import TuneSettings
+from packtrain.cli.main import main
+from packtrain.common.errors import DiskFull, InputError
+from packtrain.data import token_cache
+from packtrain.engine.tensor import state, weight
+from packtrain.planner.training_plans import Plans
+from packtrain.training import disk_space
+from packtrain.training.checkpoints import Progress, save
+from packtrain.training.disk_space import check_space, resumable, written
+from packtrain.training.finetune_settings import TuneSettings
+from packtrain.training.ineffective_settings import (
+    RULES,
+    VALIDATING,
+    check_effects,
+    check_validation,
+)
+from packtrain.training.resume_check import differences
+from packtrain.training.train_settings import FREE, RunSettings, TrainSettings
+from packtrain.training.training_job import HEAD_NBYTES, schedule_of
 from tests.test_train import arguments, data, refused, said, signal_after  # noqa: F401  data is a fixture
 
 # ---- settings without effect
@@ -239,14 +244,14 @@ def test_a_run_is_refused_where_the_disk_has_no_room(data, tmp_path, capsys, mon
 def test_what_a_run_writes_is_known_before_it(data, tmp_path, monkeypatch, more):  # noqa: F811
     planned: list[tuple[Path, str, int]] = []
     monkeypatch.setattr(
-        "packtrain.tasks.run.check_space",
+        "packtrain.workflows.run_training.check_space",
         lambda job, plans, more: planned.extend(written(job, plans)),
     )
     output = tmp_path / "m.gguf"
     assert main(arguments(data, output, "--iters", "6", "--save-every", "2", *more)) == 0
     there = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
     best = (tmp_path / "m.run/best.gguf").stat().st_size if more else 0  # once more while replaced
-    logs = space.LOGS_NBYTES
+    logs = disk_space.LOGS_NBYTES
     needed = sum(nbytes for *_, nbytes in planned)
     # checkpoints name their leaves and settings: a few KB beside the values
     assert needed - logs - 200_000 < there + best < needed
@@ -265,7 +270,7 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
     plans = SimpleNamespace(kept={leaf.name: leaf for leaf in kept}, trained=["w"])
     plans.saved = Plans.saved.fget(plans)  # type: ignore[attr-defined]
     found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
-    assert found == {"two checkpoints": 16000, "m.gguf": 100, "logs": space.LOGS_NBYTES}
+    assert found == {"two checkpoints": 16000, "m.gguf": 100, "logs": disk_space.LOGS_NBYTES}
     (tmp_path / "checkpoint.gguf").write_bytes(bytes(8000))
     found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
     assert found["two checkpoints"] == 8000
@@ -318,7 +323,7 @@ def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, caps
 
     request = json.dumps({"folder": str(tmp_path), "room": None})
     monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda: request))
-    kept.answer(full, {"place": ""})
+    token_cache.answer(full, {"place": ""})
     assert json.loads(capsys.readouterr().out) == ["full", f"{tmp_path}: no space left on device"]
 
 

@@ -17,8 +17,8 @@ SOURCE = textwrap.dedent("""
     import packtrain as pt
     from packtrain import ops
     from packtrain.dtypes import i32
-    from packtrain.ops.index import set_rows
-    from packtrain.tensor import state
+    from packtrain.engine.ops.index import set_rows
+    from packtrain.engine.tensor import state
 
     w, x, ids = pt.weight("w", (5, 64)), pt.input("x", (3, 64)), pt.input("ids", (3,), i32)
     v, norm = pt.weight("v", (64, 64)), pt.weight("norm", (64,))
@@ -107,15 +107,15 @@ def test_a_replaced_call_is_made():
 
 SEVERAL = """
     from packtrain.dtypes import BLOCK_TYPES, f16
-    from packtrain.ops.rounded import matmul_rounded
+    from packtrain.engine.ops.rounded import matmul_rounded
 
     def weights(name, rows, k=96):
         if name == "f16":
-            return pt.tensor.constant("w", random.standard_normal((rows, k)).astype(np.float16), f16)
+            return pt.engine.tensor.constant("w", random.standard_normal((rows, k)).astype(np.float16), f16)
         kind = BLOCK_TYPES[name]
         bits = random.integers(0, 256, (rows, k // kind.block, kind.block_nbytes), np.uint8)
         bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)
-        return pt.tensor.constant("w", bits.view(kind.numpy)[..., 0], kind)
+        return pt.engine.tensor.constant("w", bits.view(kind.numpy)[..., 0], kind)
 
     def outcomes(graph, **given):
         placed = pt.place(graph)

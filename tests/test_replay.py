@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
-from packtrain.checking.running import run
-from packtrain.cli import main
-from packtrain.grad import differentiate
-from packtrain.graph import Graph
+from packtrain.cli.main import main
+from packtrain.devtools.check.running import run
+from packtrain.engine import ops
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.graph import Graph
+from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.models.file import open_model
-from packtrain.models.replay import CONSTANTS, IDS, MEANS, Replay
+from packtrain.models.model_file import open_model
+from packtrain.models.replay_loss import CONSTANTS, IDS, MEANS, Replay
 from packtrain.models.transformer import Loss
-from packtrain.quant import dequantize
-from packtrain.training import replay
-from packtrain.training.replay import FILE, ReplayBatches
-from packtrain.watch import metrics
+from packtrain.training import replay_texts
+from packtrain.training.monitoring import metrics_file
+from packtrain.training.replay_texts import FILE, ReplayBatches
 from tests.architectures import random_model
 from tests.test_train import assert_resumes, said
 
@@ -124,7 +124,7 @@ def tuned(
 
 def losses(output: Path) -> list[float]:
     path = output.with_suffix(".run") / "metrics.jsonl"
-    return [r["loss"] for r in metrics.read(path) if "loss" in r]
+    return [r["loss"] for r in metrics_file.read(path) if "loss" in r]
 
 
 def texts(output: Path) -> dict[str, np.ndarray]:
@@ -206,9 +206,9 @@ def test_texts_written_before_a_stop_are_kept(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are written by the resumed run, as they would have been."""
-    monkeypatch.setattr(replay, "TOGETHER", (16,))
+    monkeypatch.setattr(replay_texts, "TOGETHER", (16,))
     assert tuned(folder, tmp_path / "whole.gguf", "--iters", "1", "--replay", "40") == 0
-    write = replay._Writer.texts
+    write = replay_texts._Writer.texts
 
     def stop_at_the_second(self: Any, which: np.ndarray) -> Any:
         if which[0] == 16:
@@ -217,7 +217,7 @@ def test_texts_written_before_a_stop_are_kept(
 
     output = tmp_path / "stopped.gguf"
     with monkeypatch.context() as patch:
-        patch.setattr(replay._Writer, "texts", stop_at_the_second)
+        patch.setattr(replay_texts._Writer, "texts", stop_at_the_second)
         assert tuned(folder, output, "--iters", "1", "--replay", "40") == 130
     assert (texts(output)["tokens"][:, 0] >= 0).tolist() == [True] * 32 + [False] * 8
     assert tuned(folder, output, "--iters", "1", "--replay", "40", "--resume") == 0, said(capsys)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.graph import Graph
-from packtrain.optim.adamw import opt_step_adamw
-from packtrain.tensor import Spec
+from packtrain.engine.graph import Graph
+from packtrain.engine.optim.adamw import opt_step_adamw
+from packtrain.engine.tensor import Spec
 
 
 def run(graph: Graph, **values: np.ndarray) -> dict[str, np.ndarray]:
@@ -23,7 +23,7 @@ def test_one_gradient_for_two_inputs_is_not_added_into():
         """y = (a + b) @ 1: a rule whose inputs share one gradient tensor."""
         return Spec((a.shape[0], 1))
 
-    del pt.tensor.OPS["both_products"]  # the registry is what ships
+    del pt.engine.tensor.OPS["both_products"]  # the registry is what ships
 
     @both_products.vjp
     def both_products_vjp(dy, y, a, b):

@@ -7,23 +7,24 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import kernels, ops
-from packtrain.commands import evaluate, quantize
-from packtrain.context.plans import Sizes
+from packtrain import kernels
+from packtrain.cli import evaluate, quantize
+from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES, ROUNDABLE, Dtype, f32
-from packtrain.errors import InputError
-from packtrain.generation import Generator
-from packtrain.models import cached, transformer
-from packtrain.models.adapted import with_activations
+from packtrain.engine import ops
+from packtrain.engine.ops.arrays import integers_of
+from packtrain.engine.tensor import input
+from packtrain.inference.generator import Generator
+from packtrain.inference.kv_cache.decode_plans import Sizes
+from packtrain.kernels.quantized_arrays import dequantize
+from packtrain.models import cached_transformer, transformer
+from packtrain.models.activation_rounding import product
 from packtrain.models.config import Config
-from packtrain.models.file import ModelFile, open_model
-from packtrain.models.rounding import product
-from packtrain.ops.arrays import integers_of
-from packtrain.quant import dequantize
-from packtrain.tasks.evaluate import Evaluate
-from packtrain.tasks.quantize import Quantize
-from packtrain.tasks.speak import Speaking, opened
-from packtrain.tensor import input
+from packtrain.models.model_file import ModelFile, open_model
+from packtrain.models.model_with_adapters import with_activations
+from packtrain.workflows.evaluation import Evaluate
+from packtrain.workflows.generation_settings import Speaking, opened
+from packtrain.workflows.quantization import Quantize
 from tests.test_model_file import TOKENS, save
 
 CONFIG = Config(len(TOKENS), 64, 64, 2, 64, 4, 2)
@@ -238,7 +239,7 @@ def test_few_rows_have_products_in_integers_and_many_where_that_is_faster(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, w = replace(CONFIG, activations="q8"), pt.weight("w", (4, 64), DTYPES["q8_0"])
-    monkeypatch.setattr("packtrain.models.rounding.multiplies_many", lambda: fast)
+    monkeypatch.setattr("packtrain.models.activation_rounding.multiplies_many", lambda: fast)
     few, many = (product(config, pt.input("x", (n, 64)), w) for n in (8, 9))
     half = product(replace(config, precision="bf16"), pt.input("x", (9, 64)), w)
     done = [[call.op.name for call in pt.Graph({"y": y}).calls] for y in (few, many, half)]
@@ -263,9 +264,14 @@ def test_a_model_without_such_a_matrix_is_refused(models: dict[str, Path]) -> No
 
 
 def test_only_long_runs_and_not_their_head_are_in_bf16() -> None:
-    config, cache = replace(CONFIG, precision="bf16"), cached.Cache(200)
-    for time, kinds in ((cached.EXACT, {"f32"}), (cached.EXACT + 1, {"bf16"})):
-        result, handles = cached.generation(config, transformer.weights(config), time, cache)
+    config, cache = replace(CONFIG, precision="bf16"), cached_transformer.Cache(200)
+    for time, kinds in (
+        (cached_transformer.EXACT, {"f32"}),
+        (cached_transformer.EXACT + 1, {"bf16"}),
+    ):
+        result, handles = cached_transformer.generation(
+            config, transformer.weights(config), time, cache
+        )
         products = [
             call.attrs["precision"]
             for call in pt.Graph({"result": result}, handles).calls
@@ -277,4 +283,4 @@ def test_only_long_runs_and_not_their_head_are_in_bf16() -> None:
 
 def test_guesses_are_checked_as_they_would_be_written() -> None:
     most = next(f for f in fields(Speaking) if f.name == "draft_max").metadata["bounds"][1]
-    assert Sizes.of(4096, 1 + most).next(1 + most) <= cached.EXACT
+    assert Sizes.of(4096, 1 + most).next(1 + most) <= cached_transformer.EXACT

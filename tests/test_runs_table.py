@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.watch.history import QUIET, QUIET_MERGE, History
-from packtrain.watch.runs import lines, rows
+from packtrain.training.monitoring.history import QUIET, QUIET_MERGE, History
+from packtrain.training.monitoring.run_folders import lines, rows
 
 STEP = {"step": 3, "loss": 1.5, "tokens": 30, "seconds": 3.0}
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from packtrain.errors import InputError
-from packtrain.sampling import Chain, Sampling
+from packtrain.common.errors import InputError
+from packtrain.inference.sampling import Chain, Sampling
 
 PLAIN = Sampling(temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
 LIKELY = np.array([0.1, 0.4, 0.2, 0.05, 0.25])

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from packtrain.data.conversations import Samples
 from packtrain.models.transformer import Config
-from packtrain.samples import Samples
-from packtrain.training.samples import SampleBatches, best_fit
+from packtrain.training.sample_batches import SampleBatches, best_fit
 from tests import models
 
 modes = pytest.mark.parametrize("pack", [True, False])

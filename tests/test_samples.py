@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 
 from packtrain import gguf
-from packtrain.cli import main
-from packtrain.corpus import records, streams
-from packtrain.corpus.cache import checksum, plain
-from packtrain.corpus.documents import Source, find_sources
-from packtrain.corpus.report import Report
-from packtrain.corpus.streams import SUFFIXES
-from packtrain.errors import InputError
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.data.chat_template import choose_template
+from packtrain.data.conversations import Dataset, Recipe, Samples, build_samples, prepare
+from packtrain.data.conversations.build_samples import sources_of
+from packtrain.data.conversations.field_meanings import LOSS
+from packtrain.data.conversations.messages import Conversation
+from packtrain.data.conversations.record_formats import Plain, Reader
+from packtrain.data.conversations.samples_cache import VOCABULARY, read_dataset
+from packtrain.data.text import records, text_streams
+from packtrain.data.text.corpus_cache import checksum, plain
+from packtrain.data.text.documents import Source, find_sources
+from packtrain.data.text.reading_report import Report
+from packtrain.data.text.text_streams import SUFFIXES
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.data.train_vocabulary import train_vocabulary
 from packtrain.gguf import GGUF, Value
-from packtrain.samples import Dataset, Recipe, Samples, build, prepare
-from packtrain.samples.build import sources_of
-from packtrain.samples.cache import VOCABULARY, read_dataset
-from packtrain.samples.formats import Plain, Reader
-from packtrain.samples.meanings import LOSS
-from packtrain.samples.messages import Conversation
-from packtrain.template import choose_template
-from packtrain.tokenizer import Tokenizer
-from packtrain.vocabulary import train_vocabulary
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 needs_shared = pytest.mark.shared
@@ -70,8 +70,8 @@ def made(data: Path, model: Path, tmp_path: Path, **more: Any) -> Dataset:
     folder = tmp_path / "made"
     folder.mkdir()
     recipe = Recipe(data, model, more.pop("length", 100), **more)
-    build.write_dataset(recipe, folder, lambda sentence: None)
-    parts = build.parts_of(recipe, build.sources_of(recipe))
+    build_samples.write_dataset(recipe, folder, lambda sentence: None)
+    parts = build_samples.parts_of(recipe, build_samples.sources_of(recipe))
     return read_dataset(folder, parts, Tokenizer(GGUF(model).metadata).vocab_size)
 
 
@@ -175,7 +175,7 @@ def test_what_is_not_used_is_said_once(tmp_path: Path):
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_arrays_come_in_chunks(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
     values = [{"text": 'ä]}"\\n' * 5, "n": [1, {"a": "["}]}, {"text": "b"}, 3, "c"]
     for indent in (None, 2):
         path = tmp_path / "a.json"
@@ -499,7 +499,7 @@ def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
         raise AssertionError("made again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("packtrain.samples.cache.make", never)
+        patch.setattr("packtrain.data.conversations.samples_cache.make", never)
         again = prepare(recipe, cache, lambda sentence: None)
     assert again.fingerprint == first.fingerprint and again.notes == first.notes
     assert not again.train.ids.flags.owndata and not again.train.ids.flags.writeable

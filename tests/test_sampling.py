@@ -8,22 +8,22 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from packtrain.errors import InputError
-from packtrain.sampling import ORDER, Candidates, Chain, Sampling, draws, find_breakers
-from packtrain.sampling.bias import logit_bias
-from packtrain.sampling.candidates import probabilities
-from packtrain.sampling.dry import dry
-from packtrain.sampling.min_p import min_p
-from packtrain.sampling.mirostat import learnt, mirostat, mirostat_2
-from packtrain.sampling.penalties import penalties
-from packtrain.sampling.settings import named
-from packtrain.sampling.tail_free import tail_free
-from packtrain.sampling.temperature import dynamic, temperature
-from packtrain.sampling.top_k import top_k
-from packtrain.sampling.top_n_sigma import top_n_sigma
-from packtrain.sampling.top_p import top_p
-from packtrain.sampling.typical import typical
-from packtrain.sampling.xtc import xtc
+from packtrain.common.errors import InputError
+from packtrain.inference.sampling import ORDER, Candidates, Chain, Sampling, draws, find_breakers
+from packtrain.inference.sampling.bias import logit_bias
+from packtrain.inference.sampling.candidates import probabilities
+from packtrain.inference.sampling.dry import dry
+from packtrain.inference.sampling.min_p import min_p
+from packtrain.inference.sampling.mirostat import learnt, mirostat, mirostat_2
+from packtrain.inference.sampling.penalties import penalties
+from packtrain.inference.sampling.sampling_settings import named
+from packtrain.inference.sampling.tail_free import tail_free
+from packtrain.inference.sampling.temperature import dynamic, temperature
+from packtrain.inference.sampling.top_k import top_k
+from packtrain.inference.sampling.top_n_sigma import top_n_sigma
+from packtrain.inference.sampling.top_p import top_p
+from packtrain.inference.sampling.typical import typical
+from packtrain.inference.sampling.xtc import xtc
 
 FOUR = (0.1, 0.2, 0.3, 0.4)
 RISING = np.arange(1, 10_001)

@@ -5,16 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from packtrain import Graph, backends, input, kernels, ops, place
-from packtrain.checking.running import run
-from packtrain.design.plans import EVALUATE, STEP, build_graph, make_plans
-from packtrain.design.search import Search, search
-from packtrain.design.shape import Base, StepShape
+from packtrain import Graph, input, kernels, place
+from packtrain.devtools.check.running import run
 from packtrain.dtypes import bf16
+from packtrain.engine import backends, ops
+from packtrain.engine.optim import AdamW
 from packtrain.models.lora import Lora
-from packtrain.optim import AdamW
-from packtrain.recompute import spaced, uniform
-from packtrain.training.engine import Engine
+from packtrain.planner.checkpointing import spaced, uniform
+from packtrain.planner.plan_search import Search, search
+from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.training_plans import EVALUATE, STEP, build_graph, make_plans
+from packtrain.training.training_engine import Engine
 from tests.architectures import CONFIGS
 from tests.models import CONFIG, apart, batch, bind, gradients, same_bits, values
 from tests.search_checks import REQUEST

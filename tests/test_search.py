@@ -7,17 +7,17 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 import pytest
 
-from packtrain.backends import HOST
-from packtrain.cost import Rates
-from packtrain.design import drafts
-from packtrain.design.depth import even
-from packtrain.design.plans import APPLY, MEASURE, build_graph, make_plans
-from packtrain.design.request import Request
-from packtrain.design.search import FREE, SLACK, Search, unlimited
-from packtrain.design.shape import Base
-from packtrain.graph import Graph
-from packtrain.optim import AdamW
-from packtrain.recompute import Choice, uniform
+from packtrain.engine.backends import HOST
+from packtrain.engine.graph import Graph
+from packtrain.engine.optim import AdamW
+from packtrain.planner import drafts
+from packtrain.planner.block_extrapolation import even
+from packtrain.planner.checkpointing import Choice, uniform
+from packtrain.planner.cost_model import Rates
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import FREE, SLACK, Search, unlimited
+from packtrain.planner.step_shape import Base
+from packtrain.planner.training_plans import APPLY, MEASURE, build_graph, make_plans
 from tests.search_checks import CONFIG, REQUEST, SHAPE, check_alone, fresh
 
 FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]

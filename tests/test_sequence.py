@@ -11,10 +11,10 @@ import pytest
 
 import packtrain as pt
 from benchmarks.online import Allocator, Use, best_fit, follow
-from packtrain import backends, ops
-from packtrain.backends import Host, Target
-from packtrain.placing import BARRIER, Placed
-from packtrain.planning.order import needed_before, orders
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import Host, Target
+from packtrain.engine.memory_plan.memory_order import needed_before, orders
+from packtrain.engine.placement import BARRIER, Placed
 from tests import checks, plan_checks
 from tests.random_graphs import random_case
 
@@ -288,10 +288,10 @@ def test_what_comes_later_has_a_buffer_of_its_own() -> None:
 
 def test_a_plan_of_training_counts_what_is_allocated() -> None:
     """Leaves, rounded up as they are in their buffer; the arena; constants."""
-    from packtrain.design.plans import make_plans
-    from packtrain.design.shape import StepShape
-    from packtrain.optim import AdamW
-    from packtrain.training.engine import Engine
+    from packtrain.engine.optim import AdamW
+    from packtrain.planner.step_shape import StepShape
+    from packtrain.planner.training_plans import make_plans
+    from packtrain.training.training_engine import Engine
     from tests.models import CONFIG
 
     memory = counting("there")

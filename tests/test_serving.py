@@ -16,19 +16,19 @@ starlette = pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient  # noqa: E402
 
+from packtrain.common.errors import DoesNotFit  # noqa: E402
+from packtrain.common.events import Events  # noqa: E402
+from packtrain.common.memory import private_nbytes  # noqa: E402
 from packtrain.dtypes import f16  # noqa: E402
-from packtrain.errors import DoesNotFit  # noqa: E402
-from packtrain.events import Events  # noqa: E402
-from packtrain.generation import Generator, Limits, Reply  # noqa: E402
-from packtrain.memory import private_nbytes  # noqa: E402
-from packtrain.models.adapted import adapted, read_scaled  # noqa: E402
-from packtrain.models.file import ModelFile, fingerprint, open_model  # noqa: E402
-from packtrain.sampling import Sampling  # noqa: E402
-from packtrain.serving.app import app  # noqa: E402
-from packtrain.serving.jobs import CANCELLED, End, Job, Part, Told  # noqa: E402
-from packtrain.serving.server import Server  # noqa: E402
-from packtrain.tasks.embed import Embed, embed  # noqa: E402
-from packtrain.tasks.serve import Serve, load  # noqa: E402
+from packtrain.inference.generator import Generator, Limits, Reply  # noqa: E402
+from packtrain.inference.sampling import Sampling  # noqa: E402
+from packtrain.models.model_file import ModelFile, fingerprint, open_model  # noqa: E402
+from packtrain.models.model_with_adapters import adapted, read_scaled  # noqa: E402
+from packtrain.serving.generation_jobs import CANCELLED, End, Job, Part, Told  # noqa: E402
+from packtrain.serving.http_app import app  # noqa: E402
+from packtrain.serving.server_state import Server  # noqa: E402
+from packtrain.workflows.model_server import Serve, load  # noqa: E402
+from packtrain.workflows.text_embeddings import Embed, embed  # noqa: E402
 from tests.adapters import random_adapter  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 

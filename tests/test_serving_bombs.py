@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from packtrain.models.file import open_model
+from packtrain.models.model_file import open_model
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask

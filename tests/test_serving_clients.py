@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from packtrain.errors import InputError
-from packtrain.samples.render import Renderer
+from packtrain.common.errors import InputError
+from packtrain.data.chat_template import ChatTemplate
+from packtrain.data.conversations.conversation_renderer import Renderer
 from packtrain.serving import slots
-from packtrain.serving.bodies import parsed
-from packtrain.serving.server import Limits
-from packtrain.template import ChatTemplate
+from packtrain.serving.request_bodies import parsed
+from packtrain.serving.server_state import Limits
 from tests.clients import ASK, Api, connected, openai, opened
 
 

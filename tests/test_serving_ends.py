@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from packtrain.files import remove_parts
+from packtrain.common.files import remove_parts
 from tests.architectures import random_model
 
 WITHIN, KILLS, READY = 3, 30, 120.0  # kills while a file is written, kills at most, seconds

@@ -17,14 +17,14 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from packtrain.events import Events
-from packtrain.memory import private_nbytes_of
-from packtrain.models.file import open_model
-from packtrain.serving import listen
-from packtrain.serving.app import app
-from packtrain.serving.server import Limits
-from packtrain.serving.shapes import KINDS
-from packtrain.tasks.serve import Serve, load
+from packtrain.common.events import Events
+from packtrain.common.memory import private_nbytes_of
+from packtrain.models.model_file import open_model
+from packtrain.serving import http_listener
+from packtrain.serving.http_app import app
+from packtrain.serving.response_shapes import KINDS
+from packtrain.serving.server_state import Limits
+from packtrain.workflows.model_server import Serve, load
 from tests import hostile_requests
 from tests.adapters import random_adapter
 from tests.architectures import random_model
@@ -314,9 +314,9 @@ def impatient(
     made = load(Serve(started.folder / "m.gguf", ctx=256, chat_template="chatml"), Events())
     made.limits = Limits(patience=0.5)
     for name, value in request.param.items():
-        monkeypatch.setattr(listen, name, value)
-    sock = listen.bound("127.0.0.1", 0)
-    running = listen.listener(app(made), made.engine, print)
+        monkeypatch.setattr(http_listener, name, value)
+    sock = http_listener.bound("127.0.0.1", 0)
+    running = http_listener.listener(app(made), made.engine, print)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
     port: int = sock.getsockname()[1]
     thread.start()

@@ -12,11 +12,11 @@ pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient
 
-from packtrain.corpus.documents import Source
-from packtrain.models.file import open_model
-from packtrain.samples.formats import Reader
-from packtrain.serving.app import app
-from packtrain.serving.page import page_text, policy
+from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.text.documents import Source
+from packtrain.models.model_file import open_model
+from packtrain.serving.chat_page import page_text, policy
+from packtrain.serving.http_app import app
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.browser import Served, chromium

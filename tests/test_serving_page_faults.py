@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from packtrain.corpus.documents import Source
-from packtrain.models.file import open_model
-from packtrain.samples.formats import Reader
+from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.text.documents import Source
+from packtrain.models.model_file import open_model
 from tests.adapters import random_adapter
 from tests.browser import Served
 from tests.test_serving_page import (  # noqa: F401

@@ -11,11 +11,11 @@ starlette = pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from packtrain.events import Events  # noqa: E402
-from packtrain.models.file import open_model  # noqa: E402
-from packtrain.serving.app import app  # noqa: E402
-from packtrain.serving.server import Server  # noqa: E402
-from packtrain.tasks.serve import Serve, load  # noqa: E402
+from packtrain.common.events import Events  # noqa: E402
+from packtrain.models.model_file import open_model  # noqa: E402
+from packtrain.serving.http_app import app  # noqa: E402
+from packtrain.serving.server_state import Server  # noqa: E402
+from packtrain.workflows.model_server import Serve, load  # noqa: E402
 from tests.adapters import random_adapter  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 

@@ -12,9 +12,9 @@ starlette = pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from packtrain.events import Events  # noqa: E402
-from packtrain.serving.app import app  # noqa: E402
-from packtrain.tasks.serve import Serve, load  # noqa: E402
+from packtrain.common.events import Events  # noqa: E402
+from packtrain.serving.http_app import app  # noqa: E402
+from packtrain.workflows.model_server import Serve, load  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 
 PROMPT = [1, *range(40, 60)]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from packtrain.generation import Pieces
-from packtrain.samples.messages import Conversation
-from packtrain.samples.render import Renderer
-from packtrain.serving.completions import Chats
-from packtrain.serving.styles import (
+from packtrain.data.chat_template import ChatTemplate
+from packtrain.data.conversations.conversation_renderer import Renderer
+from packtrain.data.conversations.messages import Conversation
+from packtrain.inference.generator import Pieces
+from packtrain.serving.openai_completions import Chats
+from packtrain.serving.tool_call_styles import (
     COUNT,
     GRANITE,
     HERMES,
@@ -24,8 +25,7 @@ from packtrain.serving.styles import (
     Style,
     style_of,
 )
-from packtrain.serving.tools import Tools
-from packtrain.template import ChatTemplate
+from packtrain.serving.tool_calls import Tools
 from tests.templates import CHATS, GEMMA_4, GEMMA_4_ENDS
 
 TOOLS: list[Any] = [
@@ -326,9 +326,9 @@ def test_white_space_may_differ():
 @pytest.mark.parametrize("several", [False, True])
 def test_a_grammar_takes_what_the_template_writes(name: str, several: bool, tmp_path):
     pytest.importorskip("llguidance")
+    from packtrain.data.tokenizer import Tokenizer
     from packtrain.gguf import GGUF
-    from packtrain.serving.tools import Tools
-    from packtrain.tokenizer import Tokenizer
+    from packtrain.serving.tool_calls import Tools
     from tests.architectures import random_model
 
     random_model(tmp_path / "m.gguf", "llama")

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from packtrain.serving.thoughts import MARKS, Thoughts, is_thinking, marks_of, split
+from packtrain.serving.reasoning_text import MARKS, Thoughts, is_thinking, marks_of, split
 
 starlette = pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from packtrain.events import Events  # noqa: E402
-from packtrain.samples.render import Renderer  # noqa: E402
-from packtrain.serving.app import app  # noqa: E402
-from packtrain.tasks.serve import Serve, load  # noqa: E402
-from packtrain.template import ChatTemplate  # noqa: E402
+from packtrain.common.events import Events  # noqa: E402
+from packtrain.data.chat_template import ChatTemplate  # noqa: E402
+from packtrain.data.conversations.conversation_renderer import Renderer  # noqa: E402
+from packtrain.serving.http_app import app  # noqa: E402
+from packtrain.workflows.model_server import Serve, load  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 from tests.templates import GEMMA_4, GEMMA_4_ENDS  # noqa: E402
 

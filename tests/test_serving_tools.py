@@ -7,8 +7,8 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from packtrain.serving import slots, stream
-from packtrain.serving.styles import HERMES, LLAMA, MISTRAL, Style
+from packtrain.serving import event_stream, slots
+from packtrain.serving.tool_call_styles import HERMES, LLAMA, MISTRAL, Style
 from tests.clients import ASK, Api, openai, opened
 
 pydantic = pytest.importorskip("pydantic")
@@ -168,7 +168,7 @@ def test_a_line_before_words_is_in_no_answer(api, saying, monkeypatch):
 
 def test_a_connection_is_not_silent_while_a_call_is_written(api, dense, monkeypatch):
     """Proxies cut those; clients skip the comments."""
-    monkeypatch.setattr(stream, "QUIET", 0.01)
+    monkeypatch.setattr(event_stream, "QUIET", 0.01)
     asked = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "stream": True} | dense
     text = httpx.post(f"{api.address}/v1/chat/completions", json=asked, timeout=60).text
     begun, *_, call, _, _ = text.removesuffix("\n\n").split("\n\n")

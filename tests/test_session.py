@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import Graph, RunError, Session, Stopped, backends, make_plan, ops, place
-from packtrain.backends import Target, aligned
-from packtrain.optim.adamw import opt_step_adamw
-from packtrain.tensor import Kernel
+from packtrain import Graph, RunError, Session, Stopped, make_plan, place
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import Target, aligned
+from packtrain.engine.optim.adamw import opt_step_adamw
+from packtrain.engine.tensor import Kernel
 from tests import alternate
 from tests.alternate import Alternating
 from tests.models import CONFIG, apart, batch, bind, evaluation, same_bits, steps, values

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import backends, kernels
-from packtrain.backends import Aside
-from packtrain.cli import main
-from packtrain.design.shape import StepShape
-from packtrain.design.spread import spread
-from packtrain.errors import InputError
+from packtrain import kernels
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.engine import backends
+from packtrain.engine.backends import Aside
 from packtrain.models.config import Config
+from packtrain.planner.device_spread import spread
+from packtrain.planner.step_shape import StepShape
 
 MIB = 1 << 20
 SIZES = {"dim": 64, "layers": 4, "heads": 4, "vocab_size": 300, "ctx": 64, "batch_size": 4}

@@ -6,17 +6,17 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from packtrain.errors import InputError
-from packtrain.tasks.run import outcome
-from packtrain.training import state
-from packtrain.training.state import Progress
+from packtrain.common.errors import InputError
+from packtrain.training import checkpoints
+from packtrain.training.checkpoints import Progress
+from packtrain.workflows.run_training import outcome
 
 ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "m/w": np.zeros((3, 4), np.float32)}
 
 
 def saved(path, step=7, **about):
     progress = Progress(step, tokens=(1 << 40) + step, seconds=1.5, best=math.inf)
-    state.save(path, progress, {"lr": 0.1, "steps": 9, **about}, ARRAYS)
+    checkpoints.save(path, progress, {"lr": 0.1, "steps": 9, **about}, ARRAYS)
     return progress
 
 
@@ -24,7 +24,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
     path = tmp_path / "checkpoint.gguf"
     progress = saved(path)
     said = []
-    found = state.load(path, said.append)
+    found = checkpoints.load(path, said.append)
     assert (
         found is not None and found.progress == progress and found.about == {"lr": 0.1, "steps": 9}
     )
@@ -46,7 +46,7 @@ def test_the_one_before_is_kept_and_used_when_the_newest_is_damaged(tmp_path):
     for damaged in (whole[:-40], whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:], b""):
         path.write_bytes(damaged)
         said = []
-        found = state.load(path, said.append)
+        found = checkpoints.load(path, said.append)
         assert found is not None and found.progress.step == 2
         assert len(said) == 1 and "checkpoint.gguf" in said[0] and "previous" in said[0]
 
@@ -57,18 +57,18 @@ def test_a_changed_number_is_noticed(tmp_path):
     raw = path.read_bytes()
     path.write_bytes(raw.replace(b'"step": 7', b'"step": 8'))
     with pytest.raises(InputError, match="checksum"):
-        state.load(path, print)
+        checkpoints.load(path, print)
 
 
 def test_no_checkpoint_is_none_and_a_newer_one_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.gguf"
-    assert state.load(path, print) is None
-    monkeypatch.setattr(state, "FORMAT", 2)
+    assert checkpoints.load(path, print) is None
+    monkeypatch.setattr(checkpoints, "FORMAT", 2)
     saved(path)
-    monkeypatch.setattr(state, "FORMAT", 1)
+    monkeypatch.setattr(checkpoints, "FORMAT", 1)
     wanted = r"checkpoint\.gguf: checkpoint format 2, which packtrain \d\S* reads; .* up to 1"
     with pytest.raises(InputError, match=wanted):
-        state.load(path, print)
+        checkpoints.load(path, print)
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,18 @@ def test_no_checkpoint_is_none_and_a_newer_one_is_refused(tmp_path, monkeypatch)
 )
 def test_what_no_run_writes_is_refused_though_its_checksum_is_right(tmp_path, monkeypatch, changed):
     path = tmp_path / "checkpoint.gguf"
-    monkeypatch.setattr(state, "asdict", lambda progress: asdict(progress) | changed)
+    monkeypatch.setattr(checkpoints, "asdict", lambda progress: asdict(progress) | changed)
     saved(path)
     with pytest.raises(InputError, match=r"checkpoint\.gguf: its description of the run"):
-        state.load(path, print)
+        checkpoints.load(path, print)
 
 
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path, monkeypatch):
     path, later = tmp_path / "checkpoint.gguf", ("best_step", "last")
     older = {name: value for name, value in asdict(Progress(7)).items() if name not in later}
-    monkeypatch.setattr(state, "asdict", lambda progress: older)
+    monkeypatch.setattr(checkpoints, "asdict", lambda progress: older)
     saved(path)
-    found = state.load(path, print)
+    found = checkpoints.load(path, print)
     assert found is not None and found.progress == Progress(7)
 
 
@@ -131,7 +131,7 @@ def test_a_model_is_no_checkpoint(tmp_path):
     path = tmp_path / "checkpoint.gguf"
     write(path, {"general.architecture": Value("string", "llama")}, ARRAYS)
     with pytest.raises(InputError, match="not a checkpoint"):
-        state.load(path, print)
+        checkpoints.load(path, print)
 
 
 def test_a_failed_save_leaves_both_files(tmp_path, monkeypatch):
@@ -145,5 +145,5 @@ def test_a_failed_save_leaves_both_files(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         saved(path, step=3)
-    found = state.load(path, print)
+    found = checkpoints.load(path, print)
     assert found is not None and found.progress.step == 2

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import Graph, cost, ops
-from packtrain.backends import Aside, Backend, Target, cpu, streams
-from packtrain.backends.host import BACKENDS
-from packtrain.backends.torch import Apart
-from packtrain.cost import Rates
+from packtrain import Graph
 from packtrain.dtypes import DTYPES, Dtype
-from packtrain.placing import place
-from packtrain.planning import PlanError, verify
-from packtrain.steps import ARRIVE, BEGIN
+from packtrain.engine import ops
+from packtrain.engine.backends import Aside, Backend, Target, cpu, cuda_streams
+from packtrain.engine.backends.host import BACKENDS
+from packtrain.engine.backends.torch_backend import Apart
+from packtrain.engine.memory_plan import PlanError, verify
+from packtrain.engine.placement import place
+from packtrain.engine.step import ARRIVE, BEGIN
+from packtrain.planner import cost_model
+from packtrain.planner.cost_model import Rates
 from tests import stream_checks
 from tests.stream_checks import BUSY, WAITING, Streamed
 from tests.test_offload import gradients
@@ -108,7 +110,7 @@ def test_what_travels_beside_work_is_not_waited_for() -> None:
             y = ops.silu(y)
         graph = Graph({"y": ops.mul(y, z)})
         sync, beside = (
-            cost.seconds(place(graph, Target((there,), {"z": cpu})), rates)
+            cost_model.seconds(place(graph, Target((there,), {"z": cpu})), rates)
             for there in (Aside("cpu", "cpu:1"), LATE)
         )
         assert beside == pytest.approx(seconds, abs=0.01), calls
@@ -160,12 +162,12 @@ def test_a_gpu_copies_on_a_stream_after_its_kernels_into_locked_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a stand-in: the CPU plays the device, and copies at once."""
-    from packtrain.backends import torch as of_torch
+    from packtrain.engine.backends import torch_backend as of_torch
 
     cuda = Cuda()
-    for module in (streams, of_torch):
+    for module in (cuda_streams, of_torch):
         monkeypatch.setattr(module, "cuda_of", lambda device: cuda)
-    monkeypatch.setattr(streams, "STREAMS", {})
+    monkeypatch.setattr(cuda_streams, "STREAMS", {})
     monkeypatch.setattr(Apart, "recorded", lambda self, made, calls: calls)
     monkeypatch.setattr(Apart, "reserve", lambda self, made: None)
     far = Apart("cuda", "cpu")
@@ -192,8 +194,8 @@ def test_a_gpu_copies_on_a_stream_after_its_kernels_into_locked_memory(
 )
 def test_arrays_of_any_type_travel_both_ways(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda()
-    monkeypatch.setattr(streams, "cuda_of", lambda device: cuda)
-    monkeypatch.setattr(streams, "STREAMS", {})
+    monkeypatch.setattr(cuda_streams, "cuda_of", lambda device: cuda)
+    monkeypatch.setattr(cuda_streams, "STREAMS", {})
     far, spec = Apart("cuda", "cpu"), pt.Spec((3, 32), dtype)
     raw = np.random.default_rng(0).integers(0, 255, spec.nbytes, dtype=np.uint8)
     here = cpu.view(raw, 0, spec, spec.strides)

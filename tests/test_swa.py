@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.context import Context
-from packtrain.models.file import open_model, save_model
+from packtrain.inference.kv_cache import Context
+from packtrain.models.model_file import open_model, save_model
 from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
 from tests.real import BASE
 

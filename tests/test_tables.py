@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from packtrain.cli import main
-from packtrain.corpus import columns, streams, tables
-from packtrain.corpus.documents import Source, find_sources, left_out
-from packtrain.corpus.report import Report
-from packtrain.errors import InputError
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.data.conversations import Recipe, prepare
+from packtrain.data.conversations.messages import Conversation
+from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.text import columnar_files, spreadsheet_tables, text_streams
+from packtrain.data.text.documents import Source, find_sources, left_out
+from packtrain.data.text.reading_report import Report
 from packtrain.gguf import GGUF
-from packtrain.samples import Recipe, prepare
-from packtrain.samples.formats import Reader
-from packtrain.samples.messages import Conversation
 from tests.test_corpus import parts_of, vocab, written
 from tests.test_samples import PAIR, made, model, one, texts
 
@@ -59,7 +59,7 @@ def conversations(path: Path, skip_bad: bool = False) -> tuple[list[tuple[str, s
 def test_tables(
     tmp_path: Path, name: str, how: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
     path = table(tmp_path / name, [("prompt", "completion"), *PAIRS], **how)
     found, notes = conversations(path)
     assert found == PAIRS and notes == [f"{name}: 3 records of prompt/completion"]
@@ -189,14 +189,14 @@ def test_memory_of_a_large_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = table(tmp_path / "a.csv", [("prompt", "completion"), *[("word " * 100, "so")] * 40_000])
     assert path.stat().st_size > 20e6
     tracemalloc.start()
-    count = sum(1 for _ in tables.table_rows(Report(path)))
+    count = sum(1 for _ in spreadsheet_tables.table_rows(Report(path)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 40_000 and peak < 8e6
-    monkeypatch.setattr(tables, "LONGEST_LINE", 3 << 20)
+    monkeypatch.setattr(spreadsheet_tables, "LONGEST_LINE", 3 << 20)
     endless = one(tmp_path, "text\n" + "word " * 1_000_000, "b.csv")
     with pytest.raises(InputError, match=r"b\.csv: line 2 is longer than 3,145,728 characters"):
-        list(tables.table_rows(Report(endless)))
+        list(spreadsheet_tables.table_rows(Report(endless)))
 
 
 def test_train_reads_the_text_column(tmp_path: Path, vocab: Path):
@@ -243,7 +243,7 @@ def test_damaged_columns(tmp_path: Path):
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(columns, "find_spec", lambda name: None)
+    monkeypatch.setattr(columnar_files, "find_spec", lambda name: None)
     with pytest.raises(InputError) as raised:
         list(Reader(Source(one(tmp_path, "x", "a.parquet"))))
     said = str(raised.value)
@@ -262,7 +262,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_line_ends_of_texts(
     tmp_path: Path, vocab: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
     data = written(tmp_path, a_txt=b"a\r\nb\rc\r\r\n\nd\r") / "a.txt"
     assert parts_of(data, vocab) == (["a\nb\nc\n\n\nd\n"], None)
     assert parts_of(data, vocab, separator="\r\n") == (["a", "b", "c", "d"], None)

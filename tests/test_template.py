@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.template import CHATML, ChatTemplate, TemplateError, template_source
+from packtrain.data.chat_template import CHATML, ChatTemplate, TemplateError, template_source
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [

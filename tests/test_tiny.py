@@ -3,11 +3,11 @@
 import numpy as np
 
 from packtrain import Graph, Session, make_plan, place, verify
+from packtrain.engine.optim import AdamW, training
 from packtrain.models import transformer
-from packtrain.models.cache import Cells
-from packtrain.models.cached import Cache, generation
+from packtrain.models.cached_transformer import Cache, generation
 from packtrain.models.config import Config
-from packtrain.optim import AdamW, training
+from packtrain.models.kv_cell_table import Cells
 
 CONFIG = Config(
     vocab_size=17,

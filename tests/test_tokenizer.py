@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packtrain.data.tokenizer import NO_ID, Stream, Tokenizer, TokenizerError
 from packtrain.gguf import GGUF
-from packtrain.tokenizer import NO_ID, Stream, Tokenizer, TokenizerError
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 VECTORS = SHARED / "tokenizers/ggml-vocab"

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packtrain.data.tokenizer import Tokenizer, TokenizerError
+from packtrain.data.tokenizer.bpe import ALPHABET
+from packtrain.data.tokenizer.split_rules import RULES
+from packtrain.data.tokenizer.word_splitter import Splitter
 from packtrain.gguf import GGUF
-from packtrain.tokenizer import Tokenizer, TokenizerError
-from packtrain.tokenizer.bpe import ALPHABET
-from packtrain.tokenizer.rules import RULES
-from packtrain.tokenizer.words import Splitter
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 VECTORS = SHARED / "tokenizers/ggml-vocab"
@@ -83,8 +83,8 @@ def test_a_vocabulary_of_128k_tokens_opens_fast_and_small():
     code = """if True:
         import sys, time
         from packtrain.gguf import GGUF
-        from packtrain.memory import private_nbytes
-        from packtrain.tokenizer import Tokenizer
+        from packtrain.common.memory import private_nbytes
+        from packtrain.data.tokenizer import Tokenizer
         before, times = private_nbytes(), [time.process_time()]
         Tokenizer(GGUF(sys.argv[1]).metadata)
         taken, times = private_nbytes() - before, [*times, time.process_time()]

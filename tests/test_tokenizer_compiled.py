@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.tokenizer import Tokenizer, TokenizerError, encode_all, many
-from packtrain.tokenizer.automaton import automata
-from packtrain.tokenizer.compiled import KEPT, KEPT_NBYTES, Names, Words
-from packtrain.tokenizer.rules import RULES
-from packtrain.tokenizer.words import Classes, Splitter
+from packtrain.data.tokenizer import Tokenizer, TokenizerError, batch_encoding, encode_all
+from packtrain.data.tokenizer.automaton import automata
+from packtrain.data.tokenizer.compiled import KEPT, KEPT_NBYTES, Names, Words
+from packtrain.data.tokenizer.split_rules import RULES
+from packtrain.data.tokenizer.word_splitter import Classes, Splitter
 from tests import test_tokenizer, test_tokenizer_bpe
 
 UNITS = [
@@ -175,7 +175,7 @@ def test_the_switch_changes_no_ids():
 @pytest.mark.parametrize("kind", ["scores", "merges"])
 @pytest.mark.parametrize("few", [0, 3000, 1 << 60])
 def test_many_texts_on_threads(kind: str, few: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(many, "BATCH", 500)
+    monkeypatch.setattr(batch_encoding, "BATCH", 500)
     given = test_tokenizer.metadata(test_tokenizer.TINY)
     given = (
         given if kind == "scores" else test_tokenizer_bpe.metadata(pre="llama-bpe", bos_token_id=0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from packtrain.checking import cases
+from packtrain.devtools.check import check_cases
 from tests import checks
 
 pytest.importorskip("torch")
@@ -26,9 +26,9 @@ NO_PEER = {
 
 
 def test_ops_without_a_peer_are_listed() -> None:
-    assert {*cases.names()} - cases.peers().keys() == NO_PEER
+    assert {*check_cases.names()} - check_cases.peers().keys() == NO_PEER
 
 
-@pytest.mark.parametrize("name", sorted({*cases.names()} - NO_PEER))
+@pytest.mark.parametrize("name", sorted({*check_cases.names()} - NO_PEER))
 def test_pytorch_agrees(name: str) -> None:
-    checks.passed(cases.checked_peers(name))
+    checks.passed(check_cases.checked_peers(name))

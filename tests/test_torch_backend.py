@@ -16,27 +16,28 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import backends, kernels, ops
-from packtrain.backends import HOST, Host, Target, target
-from packtrain.backends import temporaries as measuring
-from packtrain.backends.torch import BACKENDS as DEVICES_OF_TORCH
-from packtrain.backends.torch import Apart, OnHost, seen
-from packtrain.checking.cases import checked_values
-from packtrain.checking.samples import graph_of, samples, typed, values
-from packtrain.cli import main
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import StepShape
+from packtrain import kernels
+from packtrain.cli.main import main
+from packtrain.devtools.check.check_cases import checked_values
+from packtrain.devtools.check.op_samples import graph_of, samples, typed, values
 from packtrain.dtypes import READABLE, Dtype, f32
-from packtrain.interpreting import interpret
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import HOST, Host, Target, target
+from packtrain.engine.backends import torch_temporaries as measuring
+from packtrain.engine.backends.torch_backend import BACKENDS as DEVICES_OF_TORCH
+from packtrain.engine.backends.torch_backend import Apart, OnHost, seen
+from packtrain.engine.executor import Executor
+from packtrain.engine.interpreter import interpret
+from packtrain.engine.optim import AdamW, Optimizer
+from packtrain.engine.placement import place
+from packtrain.engine.step import Step
+from packtrain.engine.tensor import OPS, Call
+from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import AdamW, Optimizer
-from packtrain.placing import place
-from packtrain.quant import dequantize
-from packtrain.run import Executor
-from packtrain.steps import Step
-from packtrain.tensor import OPS, Call
-from packtrain.training.engine import Engine
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.training.training_engine import Engine
 from tests import bit_checks, checks, models
 from tests.architectures import CONFIGS, DEEP, random_weights
 from tests.real import BASE
@@ -226,7 +227,7 @@ def test_what_is_missing_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
     hidden = (
         "import sys; sys.modules['torch'] = None; import importlib.util as u; find = u.find_spec;"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a);"
-        "from packtrain.cli import main; sys.exit(main(['check', 'add', '--device', 'torch:cpu']))"
+        "from packtrain.cli.main import main; sys.exit(main(['check', 'add', '--device', 'torch:cpu']))"
     )
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

@@ -11,10 +11,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from packtrain import backends, ops
-from packtrain.backends import temporaries
-from packtrain.backends.temporaries import empty, measured, unseen_nbytes
-from packtrain.tensor import Call
+from packtrain.engine import backends, ops
+from packtrain.engine.backends import torch_temporaries
+from packtrain.engine.backends.torch_temporaries import empty, measured, unseen_nbytes
+from packtrain.engine.tensor import Call
 
 pytestmark = pytest.mark.torch
 ALLOWED_NBYTES = 4096  # of a few small tensors
@@ -84,7 +84,7 @@ import sys
 m, k, n = map(int, sys.argv[1:])
 from packtrain import backends, kernels
 kernels.set_threads(min(kernels.COUNT, 2))
-from packtrain.memory import Peak, private_nbytes, settle
+from packtrain.common.memory import Peak, private_nbytes, settle
 backends.backend("torch:cpu")
 import torch
 x, w, y = torch.ones(m, k), torch.ones(k, n), torch.ones(m, n)
@@ -110,4 +110,4 @@ def test_products_take_what_is_counted_and_keep_nothing(shape: tuple[int, int, i
 
 
 def test_tiles_and_blocks_are_no_part_of_other_functions() -> None:
-    assert temporaries.unseen_nbytes(torch.ops.aten.add.Tensor, ()) == 0
+    assert torch_temporaries.unseen_nbytes(torch.ops.aten.add.Tensor, ()) == 0

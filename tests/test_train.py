@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from benchmarks.watched import packtrain
-from packtrain.cli import main
-from packtrain.files import locked
+from packtrain.cli.main import main
+from packtrain.common.files import locked
 from packtrain.gguf import GGUF, Value, write
-from packtrain.training.job import build_job
-from packtrain.training.settings import TrainSettings
-from packtrain.training.state import load
-from packtrain.watch import Watch, metrics
+from packtrain.training.checkpoints import load
+from packtrain.training.monitoring import Watch, metrics_file
+from packtrain.training.train_settings import TrainSettings
+from packtrain.training.training_job import build_job
 from tests.architectures import TOKENS, vocabulary
 from tests.kill import TINY, survive, without_times, words
 
@@ -90,11 +90,11 @@ def test_a_run_leaves_a_model_and_all_about_it(data, tmp_path, capsys):
     assert {f.name for f in folder.iterdir()} >= {
         "run.yaml", "metrics.jsonl", "checkpoint.gguf", "checkpoint.previous.gguf", "plan.json", "loss.svg",
     }  # fmt: skip
-    records = metrics.read(folder / "metrics.jsonl")
+    records = metrics_file.read(folder / "metrics.jsonl")
     assert [r["step"] for r in records[:-1]] == list(range(1, 13))
     assert [r["step"] for r in records if "val_loss" in r] == [5, 10, 12]
     assert all(0 < r["val_accuracy"] < 1 for r in records if "val_loss" in r)
-    assert list(records[0])[:8] == list(metrics.FIRST_KEYS)
+    assert list(records[0])[:8] == list(metrics_file.FIRST_KEYS)
     assert records[11]["loss"] < records[0]["loss"]
     end = records[-1]
     assert end["event"] == "end" and end["baseline_bytes"] < end["peak_bytes"]
@@ -173,7 +173,12 @@ def test_more_steps_can_be_asked_for(data, tmp_path, capsys):
     assert main(arguments(data, output, "--iters", "2")) == 0
     assert main(["train", "-o", str(output), "--resume", "--iters", "4"]) == 0
     assert "had 2 steps and has 4 now" in "\n".join(said(capsys))
-    assert [r["step"] for r in metrics.read(tmp_path / "m.run/metrics.jsonl")[:-1]] == [1, 2, 3, 4]
+    assert [r["step"] for r in metrics_file.read(tmp_path / "m.run/metrics.jsonl")[:-1]] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
@@ -184,7 +189,7 @@ def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
     text = "\n".join(said(capsys))
     assert "stopped early" in text
     assert weights(output) == weights(tmp_path / "m.run/best.gguf")
-    records = metrics.read(tmp_path / "m.run/metrics.jsonl")[:-1]
+    records = metrics_file.read(tmp_path / "m.run/metrics.jsonl")[:-1]
     losses = [r["val_loss"] for r in records if "val_loss" in r]
     assert len(losses) < 30 and min(losses) == losses[-4]
     best = f"the best: validation loss {min(losses):.4f} (the last, step {2 * len(losses)}: "
@@ -373,7 +378,7 @@ def test_the_sound_checkpoint_stays_until_there_is_another(data, tmp_path, capsy
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert main(["train", "-o", str(output), "--resume"]) == 0
-    assert [r["step"] for r in metrics.read(tmp_path / "m.run/metrics.jsonl")[:-1]] == [
+    assert [r["step"] for r in metrics_file.read(tmp_path / "m.run/metrics.jsonl")[:-1]] == [
         *range(1, 10)
     ]
 
@@ -417,7 +422,7 @@ def test_two_runs_do_not_share_a_folder(data, tmp_path, capsys):
 def test_a_closed_terminal_saves(data, tmp_path):
     with signal_after(3, signal.SIGHUP):
         assert main(arguments(data, tmp_path / "m.gguf", "--iters", "9")) == 130
-    assert len(metrics.read(tmp_path / "m.run/metrics.jsonl")) == 3
+    assert len(metrics_file.read(tmp_path / "m.run/metrics.jsonl")) == 3
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
@@ -576,7 +581,7 @@ def test_each_of_rope_and_epsilon_changes_the_loss(data, tmp_path):
     ):
         output = tmp_path / f"{len(losses)}.gguf"
         assert main(arguments(data, output, "--iters", "3", *flags)) == 0
-        losses.add(metrics.read(output.with_suffix(".run") / "metrics.jsonl")[2]["loss"])
+        losses.add(metrics_file.read(output.with_suffix(".run") / "metrics.jsonl")[2]["loss"])
     assert len(losses) == 4
 
 
@@ -599,7 +604,7 @@ def test_the_optimizer_may_change_when_a_run_is_resumed(data, tmp_path, capsys):
         == 0
     )
     assert "adamw begins with zero moments" in "\n".join(said(capsys))
-    rate = metrics.read(folder / "metrics.jsonl")[5]["lr"]
+    rate = metrics_file.read(folder / "metrics.jsonl")[5]["lr"]
     after = GGUF(folder / "checkpoint.gguf").array("blk.0.attn_q.weight")
     # a first step of AdamW moves each weight by its rate
     assert np.quantile(abs(after - before), 0.9) == pytest.approx(rate, rel=0.02)

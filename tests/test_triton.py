@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-import packtrain.optim  # noqa: F401  its ops are tested as all others
-from packtrain.tensor import OPS
+import packtrain.engine.optim  # noqa: F401  its ops are tested as all others
+from packtrain.engine.tensor import OPS
 
 pytestmark = [pytest.mark.triton, pytest.mark.torch]
 FUSED = sorted(name for name, op in OPS.items() if "cuda" in op.kernels)

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from packtrain.training.schedule import steps_per_eval
-from packtrain.training.tune_defaults import (
+from packtrain.training.finetune_defaults import (
     GOOD_UPDATES,
     MIN_UPDATES,
     as_begun,
@@ -15,7 +14,8 @@ from packtrain.training.tune_defaults import (
     usual_alpha,
     usual_rate,
 )
-from packtrain.training.tune_settings import TuneSettings
+from packtrain.training.finetune_settings import TuneSettings
+from packtrain.training.lr_schedule import steps_per_eval
 
 SETTINGS = TuneSettings()
 

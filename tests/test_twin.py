@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from packtrain.corpus import Tokens
-from packtrain.design.plans import make_plans
-from packtrain.design.shape import StepShape
+from packtrain.data.text import Tokens
+from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
-from packtrain.training.batches import Batches
-from packtrain.training.engine import Engine
-from packtrain.training.schedule import Schedule
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import make_plans
+from packtrain.training.lr_schedule import Schedule
+from packtrain.training.text_batches import Batches
+from packtrain.training.training_engine import Engine
 from tests import checks
 
 pytest.importorskip("torch")

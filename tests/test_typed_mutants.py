@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.convert import convert, open_checkpoint
-from packtrain.convert.description import describe
-from packtrain.convert.safetensors import open_file
-from packtrain.convert.vocabulary import vocabulary_of
-from packtrain.errors import InputError
+from packtrain.common.errors import InputError
+from packtrain.conversion.calibration.importance import load
+from packtrain.conversion.hugging_face import convert, open_checkpoint
+from packtrain.conversion.hugging_face.config_translation import describe
+from packtrain.conversion.hugging_face.safetensors import open_file
+from packtrain.conversion.hugging_face.vocabulary import vocabulary_of
+from packtrain.conversion.peft import CONFIG, TENSORS, read_peft
 from packtrain.gguf import Value, write
-from packtrain.merging.importance import load
 from packtrain.models.arch import llama
-from packtrain.models.file import open_model
-from packtrain.peft import CONFIG, TENSORS, read_peft
+from packtrain.models.model_file import open_model
 from tests.hugging_face import write_checkpoint, write_safetensors
 
 LLAMA = llama.ARCHITECTURE.families[0]

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.child import ask
+from packtrain.common.child_process import ask
 from packtrain.dtypes import DTYPES, ROOMS
+from packtrain.dtypes.element_type import KNOWN
 from packtrain.kernels import store
-from packtrain.models.mix import MIXES
-from packtrain.types.room import KNOWN
+from packtrain.models.quant_recipe import MIXES
 from tests.copied import copy_package, own_cache, python_in
 
 TOY = """
-from packtrain.types.words import absolute, chars_at, fma, half_at, largest, load, maximum, put_half
-from packtrain.types.words import put_rounded, put_word, reciprocal, splat, store, to_floats, total
+from packtrain.dtypes.intrinsics import absolute, chars_at, fma, half_at, largest, load, maximum, put_half
+from packtrain.dtypes.intrinsics import put_rounded, put_word, reciprocal, splat, store, to_floats, total
 
 # a type of a test: 32 bytes with a sign behind a scale of four bytes
 toy = packed("toy", 99, 32, 36, smaller=q8_0, layout=Layout(32, 255, -127, (0,), 4))
@@ -58,9 +58,9 @@ import numpy as np
 import packtrain as pt
 from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUF, Value, write
-from packtrain.cli import main
-from packtrain.merging.grid import codes_of, grid_of
-from packtrain.quant import dequantize, quantize
+from packtrain.cli.main import main
+from packtrain.conversion.calibration.rounding_grid import codes_of, grid_of
+from packtrain.kernels.quantized_arrays import dequantize, quantize
 
 random = np.random.default_rng(0)
 x, toy, q8_0 = random.standard_normal((64, 256), np.float32), DTYPES["toy"], DTYPES["q8_0"]
@@ -88,7 +88,7 @@ for rows in (1, 9):
 
 def test_a_type_is_one_file(tmp_path: Path):
     """A copy of the package with a type more in one room reads, packs, multiplies, writes and merges it."""
-    with open(copy_package(tmp_path) / "types/legacy.py", "a") as room:
+    with open(copy_package(tmp_path) / "dtypes/legacy.py", "a") as room:
         room.write(TOY)
     done = python_in(tmp_path, "-c", USE, **own_cache(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -125,11 +125,11 @@ def test_a_change_in_a_room_reaches_what_compiles_it(
     old: str, new: str, again: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     before = {name: store.fingerprint(name) for name in store.ROLES}
-    shutil.copytree(store.TYPES, tmp_path / "types")
-    room = tmp_path / "types/k.py"
+    shutil.copytree(store.DTYPES, tmp_path / "dtypes")
+    room = tmp_path / "dtypes/k.py"
     assert room.read_text().count(old) == 1
     room.write_text(room.read_text().replace(old, new))
-    monkeypatch.setattr(store, "TYPES", tmp_path / "types")
+    monkeypatch.setattr(store, "DTYPES", tmp_path / "dtypes")
     after = {name: store.fingerprint(name) for name in store.ROLES}
     assert {name for name in before if before[name] != after[name]} == again
 

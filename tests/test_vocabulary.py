@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from packtrain import gguf, vocabulary
-from packtrain.errors import InputError
+from packtrain import gguf
+from packtrain.common.errors import InputError
+from packtrain.data import train_vocabulary as vocabulary
+from packtrain.data.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, Tokenizer
+from packtrain.data.train_vocabulary import supported_size, train_vocabulary, vocabulary_of
 from packtrain.gguf import Value
-from packtrain.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, Tokenizer
-from packtrain.vocabulary import supported_size, train_vocabulary, vocabulary_of
 
 FOX = "The quick brown fox jumps over the lazy dog, 1234 times; größer, naïve, Ελλάδα.\n"
 DRAW = random.Random(3)

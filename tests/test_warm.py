@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import debug, interpret
-from packtrain.cli import main
-from packtrain.errors import Interrupted
-from packtrain.events import Callbacks, Counted, Events
+from packtrain import interpret
+from packtrain.cli.main import main
+from packtrain.common import debug
+from packtrain.common.errors import Interrupted
+from packtrain.common.events import Callbacks, Counted, Events
 from packtrain.models.config import Config
-from packtrain.models.file import ModelFile, open_model, save_model
-from packtrain.models.metadata import metadata
-from packtrain.tasks import warm as warming
-from packtrain.tasks.warm import warm
+from packtrain.models.model_file import ModelFile, open_model, save_model
+from packtrain.models.model_metadata import metadata
+from packtrain.workflows import warmup as warming
+from packtrain.workflows.warmup import warm
 from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
 from tests.models import apart, batch, bind, gradients
 from tests.numpy_models import Model
@@ -68,7 +69,7 @@ def test_commands_warm_up_unless_told_not_to(
 ):
     warmed = list[ModelFile]()
     monkeypatch.setattr(
-        f"packtrain.tasks.{command}.warm", lambda model, events: warmed.append(model)
+        f"packtrain.workflows.{command}.warm", lambda model, events: warmed.append(model)
     )
     monkeypatch.setattr("sys.stdin", StringIO("a\n"))
     for flag, count in (("--no-warmup", 0), ("--temp=0", 1)):

@@ -18,16 +18,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from packtrain.commands.shown import Shown
-from packtrain.errors import InputError
-from packtrain.fitting.fitted import Epoch
-from packtrain.fitting.result import Result
-from packtrain.memory import Peak
-from packtrain.watch import Watch
-from packtrain.watch.bar import BAR_COLUMNS, fitting
-from packtrain.watch.curve import BINS, Curve, round_ticks, running_mean
-from packtrain.watch.metrics import read
-from packtrain.watch.progress import clock, mean_text, validation_text
+from packtrain.cli.event_output import Shown
+from packtrain.common.errors import InputError
+from packtrain.common.memory import Peak
+from packtrain.common.text import clock
+from packtrain.training.generic.fit_loop import Epoch
+from packtrain.training.generic.fit_result import Result
+from packtrain.training.monitoring import Watch
+from packtrain.training.monitoring.curve import BINS, Curve, round_ticks, running_mean
+from packtrain.training.monitoring.metrics_file import read
+from packtrain.training.monitoring.progress import mean_text, validation_text
+from packtrain.training.monitoring.progress_bar import BAR_COLUMNS, fitting
 
 MIB = 1 << 20
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import packtrain as pt
-from packtrain.errors import DoesNotFit
-from packtrain.tasks import watched
-from packtrain.watch.board import Board
-from packtrain.watch.metrics import read
-from packtrain.watch.page import still_page
+from packtrain.common.errors import DoesNotFit
+from packtrain.training.monitoring.metrics_file import read
+from packtrain.training.monitoring.page_data import Board
+from packtrain.training.monitoring.runs_page import still_page
+from packtrain.workflows import run_page_server
 from tests.browser import chromium
 from tests.kill import TINY, words
 
@@ -134,7 +134,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.board = Board(dict, "m", lambda: 0)
-        self.watching = watched.serving().Watching("0", self.board)
+        self.watching = run_page_server.serving().Watching("0", self.board)
         self.watching.start()
         folder.mkdir()
         self.folder = folder

@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from packtrain.cli import main
-from packtrain.errors import InputError
-from packtrain.events import Events
-from packtrain.tasks import extra, watched
-from packtrain.watch import Watch, metrics
-from packtrain.watch.board import Board
-from packtrain.watch.history import History
-from packtrain.watch.page import live_page, still_page
-from packtrain.watch.runs import find
-from packtrain.watch.series import ROWS, Series, last, least, mean, most, total
+from packtrain.cli.main import main
+from packtrain.common.errors import InputError
+from packtrain.common.events import Events
+from packtrain.training.monitoring import Watch, metrics_file
+from packtrain.training.monitoring.history import History
+from packtrain.training.monitoring.metric_series import ROWS, Series, last, least, mean, most, total
+from packtrain.training.monitoring.page_data import Board
+from packtrain.training.monitoring.run_folders import find
+from packtrain.training.monitoring.runs_page import live_page, still_page
+from packtrain.workflows import optional_deps, run_page_server
 from tests.kill import TINY, words
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m\u202e"
@@ -123,7 +123,7 @@ def test_a_resumed_or_replaced_run_is_read_anew(tmp_path: Path, more: str) -> No
     folder = made(tmp_path / "a.run", "".join(line(k) for k in range(1, 11)))
     run = History(folder, "a")
     run.refresh(1)
-    resumed = metrics.Metrics(folder / "metrics.jsonl", 3)
+    resumed = metrics_file.Metrics(folder / "metrics.jsonl", 3)
     resumed.file.write(more)
     resumed.close()
     run.refresh(2)
@@ -152,7 +152,7 @@ def test_samples_are_kept_and_cut_when_a_run_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_board_tells_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.watch.board.EACH", 0.0)
+    monkeypatch.setattr("packtrain.training.monitoring.page_data.EACH", 0.0)
     made(tmp_path / "a.run", line(1) + line(2))
     board = Board(lambda: find(tmp_path), "runs")
     data = board.data()
@@ -337,7 +337,7 @@ class Watched:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        return metrics.read(self.output.with_suffix(".run") / "metrics.jsonl")
+        return metrics_file.read(self.output.with_suffix(".run") / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +430,9 @@ def test_a_run_that_is_refused_ends_its_page(
 def test_without_the_extra_it_says_what_to_install(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(extra, "find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr(
+        optional_deps, "find_spec", lambda name: None if name == "uvicorn" else object()
+    )
     arguments = ["--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY, "--watch", "0"]
     for command in (["train"], ["plan", "train"]):
         assert main([*command, *arguments]) == 2
@@ -454,11 +456,11 @@ def test_the_memory_of_the_page_is_in_the_plan(
             [sys.executable, "-m", "packtrain", *arguments], check=True, capture_output=True
         )
         totals.append(json.loads(path.read_text())["baseline_bytes"])
-    assert totals[1] - totals[0] > watched.ROOM_NBYTES
+    assert totals[1] - totals[0] > run_page_server.ROOM_NBYTES
 
 
 def test_addresses() -> None:
-    address = watched.serving().address
+    address = run_page_server.serving().address
     assert address("0") == ("127.0.0.1", 0) and address("0.0.0.0:80") == ("0.0.0.0", 80)
     assert address("[::1]:8080") == ("::1", 8080)
     for wrong in ("", "x", ":80", "-1", "1e3", "localhost:", "a:b", "65536", "\u0661"):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
 
 Weights = Mapping[str, Tensor]
 

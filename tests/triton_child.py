@@ -19,14 +19,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import packtrain as pt
-import packtrain.optim
-from packtrain import gpu, ops
-from packtrain.backends.temporaries import measured
-from packtrain.backends.torch import Apart
-from packtrain.checking.cases import checked_values
-from packtrain.checking.samples import samples, typed
+import packtrain.engine.optim
+from packtrain.devtools.check.check_cases import checked_values
+from packtrain.devtools.check.op_samples import samples, typed
 from packtrain.dtypes import READABLE
-from packtrain.tensor import OPS, Call
+from packtrain.engine import ops
+from packtrain.engine.backends import triton as gpu
+from packtrain.engine.backends.torch_backend import Apart
+from packtrain.engine.backends.torch_temporaries import measured
+from packtrain.engine.tensor import OPS, Call
 from tests import checks
 
 TARGET = GPUTarget("cuda", 90, 32)

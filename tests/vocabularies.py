@@ -7,10 +7,10 @@ from zlib import crc32
 
 import numpy as np
 
-from packtrain.tokenizer import BYTE, CONTROL, NORMAL, USER_DEFINED
-from packtrain.tokenizer.bpe import ALPHABET
-from packtrain.tokenizer.rules import RULES
-from packtrain.tokenizer.table import UNUSED
+from packtrain.data.tokenizer import BYTE, CONTROL, NORMAL, USER_DEFINED
+from packtrain.data.tokenizer.bpe import ALPHABET
+from packtrain.data.tokenizer.split_rules import RULES
+from packtrain.data.tokenizer.token_table import UNUSED
 
 UNITS = [
     *"aBcDeZ  \n\t\r0123456789.,!?/-_=$+<>^~|`\"'()",

@@ -16,13 +16,13 @@ import torch
 from benchmarks.convert import TOKENS, apart
 from benchmarks.variants.models import NEAR, checkpoint, load, logits
 from benchmarks.variants.outcome import DIFFERENT, EQUAL, INVALID, Outcome, refused
-from packtrain.convert import convert
-from packtrain.errors import InputError
-from packtrain.generation import Generator
-from packtrain.models.adapted import adapted, read_scaled
-from packtrain.models.adapter import check_fits, write_adapter
-from packtrain.models.file import ModelFile, open_model
-from packtrain.peft import read_peft, write_peft
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import convert
+from packtrain.conversion.peft import read_peft, write_peft
+from packtrain.inference.generator import Generator
+from packtrain.models.adapter_file import check_fits, write_adapter
+from packtrain.models.model_file import ModelFile, open_model
+from packtrain.models.model_with_adapters import adapted, read_scaled
 
 CLASSES = (
     "LlamaConfig", "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma2Config", "GemmaConfig",

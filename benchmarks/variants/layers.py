@@ -13,10 +13,10 @@ from transformers.models.gemma3n import modeling_gemma3n
 from benchmarks.convert import BASE, CLASSES, KEPT, apart, sparse
 from benchmarks.variants.models import NEAR
 from benchmarks.variants.outcome import DIFFERENT, EQUAL, INVALID, SAID, Outcome, refused
-from packtrain.context import Context
-from packtrain.convert import convert
-from packtrain.errors import InputError
-from packtrain.models.file import open_model
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import convert
+from packtrain.inference.kv_cache import Context
+from packtrain.models.model_file import open_model
 from tests.hugging_face import V, sentencepiece_model
 
 NAMES = (

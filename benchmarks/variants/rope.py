@@ -14,10 +14,10 @@ import numpy as np
 from benchmarks.convert import apart
 from benchmarks.variants.models import NEAR, checkpoint, load, logits
 from benchmarks.variants.outcome import DIFFERENT, EQUAL, INVALID, Outcome, refused
-from packtrain.convert import convert
-from packtrain.errors import InputError
-from packtrain.generation import Generator
-from packtrain.models.file import open_model
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import convert
+from packtrain.inference.generator import Generator
+from packtrain.models.model_file import open_model
 from tests.hugging_face import V
 
 CLASSES = (

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.variants.outcome import DIFFERENT, EQUAL, SAID, Outcome, refused
-from packtrain.corpus.documents import Source
-from packtrain.errors import InputError
-from packtrain.samples.formats import Plain, Reader
-from packtrain.samples.messages import Conversation, Pair
+from packtrain.common.errors import InputError
+from packtrain.data.conversations.messages import Conversation, Pair
+from packtrain.data.conversations.record_formats import Plain, Reader
+from packtrain.data.text.documents import Source
 
 IDLE, CONTEXT, REFUSE, SHOWN = (
     "nothing",

@@ -15,8 +15,8 @@ from typing import Any
 import jsonschema
 
 from benchmarks.variants.outcome import DIFFERENT, EQUAL, Outcome, refused
-from packtrain.errors import InputError
-from packtrain.grammar import Grammar
+from packtrain.common.errors import InputError
+from packtrain.inference.grammar import Grammar
 from tests.test_grammar import BYTES, TOKENIZER
 
 Schema = Any

@@ -12,11 +12,11 @@ from typing import Any
 import tokenizers
 
 from benchmarks.variants.outcome import DIFFERENT, EQUAL, INVALID, SAID, Outcome, refused
-from packtrain.convert import agreement
-from packtrain.convert.plain import read_json
-from packtrain.convert.steps import read_steps
-from packtrain.errors import InputError
-from packtrain.tokenizer import rules
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import tokenizer_agreement
+from packtrain.conversion.hugging_face.plain_checkpoint import read_json
+from packtrain.conversion.hugging_face.tokenizer_steps import read_steps
+from packtrain.data.tokenizer import split_rules
 from tests.hugging_face import added
 from tests.test_convert_tokenizers import (
     BYTES,
@@ -64,7 +64,9 @@ def normalizer(rng: random.Random, pieces: bool) -> Json | None:
 
 
 def pre_tokenizer(rng: random.Random, pieces: bool) -> Json | None:
-    known = [text for row in rules.known_steps() for text in row if "(" in text or "\\" in text]
+    known = [
+        text for row in split_rules.known_steps() for text in row if "(" in text or "\\" in text
+    ]
     flag = rng.random() < 0.5
     made: list[Callable[[], Json]] = [
         lambda: step(rng.choice(("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "UnicodeScripts"))),
@@ -203,7 +205,7 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
         return Outcome(INVALID, str(error))
     theirs.no_truncation()
     notes: list[str] = []
-    agreement._by_package = lambda path: None  # type: ignore[assignment]
+    tokenizer_agreement._by_package = lambda path: None  # type: ignore[assignment]
     try:
         ours, steps = written(folder, notes), read_steps(path, read_json(path))
     except InputError as error:

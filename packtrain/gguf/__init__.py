@@ -4,9 +4,9 @@ Metadata and tensors are accessed by name; shapes are in NumPy order, GGUF's rev
 It knows no models. The format: ggml/docs/gguf.md, version 3 (version 2 is read too).
 """
 
-from packtrain.gguf.format import QUANTIZATION_VERSION, Entry, GGUFError, Value, tensor_nbytes
-from packtrain.gguf.read import GGUF
-from packtrain.gguf.write import Deferred, write
+from packtrain.gguf.gguf_format import QUANTIZATION_VERSION, Entry, GGUFError, Value, tensor_nbytes
+from packtrain.gguf.gguf_reader import GGUF
+from packtrain.gguf.gguf_writer import Deferred, write
 
 __all__ = [
     "GGUF", "QUANTIZATION_VERSION", "Deferred", "Entry", "GGUFError", "Value", "tensor_nbytes", "write",

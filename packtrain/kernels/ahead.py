@@ -19,12 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from packtrain.child import variables
-from packtrain.collecting import not_collecting
-from packtrain.errors import DoesNotFit
+from packtrain.common.child_process import variables
+from packtrain.common.errors import DoesNotFit
+from packtrain.common.gc_control import not_collecting
+from packtrain.common.memory import private_nbytes
 from packtrain.kernels import machine, runtime, store
 from packtrain.kernels.crew import AVAILABLE, start, threads
-from packtrain.memory import private_nbytes
 
 MIB = 1 << 20
 # most private memory in MiB of a child that compiles several modules, and of one that ends after one module;

@@ -1,4 +1,4 @@
-"""The likeliest tokens of rows of logits, and the draw of one, as `packtrain.sampling` draws it.
+"""The likeliest tokens of rows of logits, and the draw of one, as `packtrain.inference.sampling` draws it.
 
 Rows are independent of each other: results depend on no thread and on no neighbour. Sums are in float64, in order.
 """

@@ -1,6 +1,6 @@
 """Compiles the functions of types/, and dispatches between them by type number.
 
-The placeholders in types/words.py get their meaning here.
+The placeholders in dtypes/intrinsics.py get their meaning here.
 """
 
 from functools import partial
@@ -14,11 +14,11 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from packtrain.dtypes import DTYPES
+from packtrain.dtypes.intrinsics import ASKED, Code, Codes, Floats, Ints, Word
 from packtrain.kernels.bits import i32x16
 from packtrain.kernels.call import kernel, part, settle
 from packtrain.kernels.octets import codes64
 from packtrain.kernels.simd import f32x16
-from packtrain.types.words import ASKED, Code, Codes, Floats, Ints, Word
 
 I64 = ir.IntType(64)
 i64, f32, void = types.int64, types.float32, types.void
@@ -28,7 +28,7 @@ MEANT[tuple[np.float32, np.float32]] = types.UniTuple(f32, 2)
 
 
 def explain(*modules):
-    """Bind the placeholders of types/words.py to functions of these modules."""
+    """Bind the placeholders of dtypes/intrinsics.py to functions of these modules."""
     for module in modules:
         for name, value in vars(module).items():
             ASKED.setdefault(name, Word()).meaning = partial(numba_type, value)

@@ -16,8 +16,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from packtrain.collecting import not_collecting
-from packtrain.errors import InputError
+from packtrain.common.errors import InputError
+from packtrain.common.gc_control import not_collecting
 
 # values of PACKTRAIN_CPU: compile for a lesser CPU than this one, to try what its users get
 CPUS = {

@@ -79,7 +79,7 @@ MADE_OF = {
     "weighing": "bits call codes quantize rooms search simd",
     "windows": "call simd",
 }
-TYPES, LIST = FOLDER.parent / "types", FOLDER.parent / "dtypes.py"
+DTYPES = FOLDER.parent / "dtypes"
 ROLES = {
     "dequantize": "unpack",
     "dots": "dot",
@@ -116,8 +116,7 @@ def fingerprint(name: str) -> str:
     for one in sorted(needed(name)):
         parts += [one, (FOLDER / f"{one}.py").read_text(encoding="utf-8")]
         if one in ROLES:
-            files = LIST, *sorted(TYPES.glob("*.py"))
-            sources = (file.read_text(encoding="utf-8") for file in files)
+            sources = (file.read_text(encoding="utf-8") for file in sorted(DTYPES.glob("*.py")))
             parts.append(of_role("\n".join(sources), ROLES[one]))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -159,7 +158,7 @@ def folder_name(name: str) -> str:
 
 def kept_name() -> str:
     """The name of the file with all fingerprints, a hash of all that they depend on: parsing it takes longer."""
-    files = [*(FOLDER / f"{name}.py" for name in MADE_OF), LIST, *sorted(TYPES.glob("*.py"))]
+    files = [*(FOLDER / f"{name}.py" for name in MADE_OF), *sorted(DTYPES.glob("*.py"))]
     parts = [
         *platform_parts(),
         repr(MADE_OF),

@@ -3,12 +3,12 @@
 Activations have the names of GGUF tensors; a Mixer is what mixes the values of a block's tokens.
 """
 
-from packtrain import ops
-from packtrain.models import latent, scanning, streams
+from packtrain.engine import ops
+from packtrain.engine.tensor import Tensor
+from packtrain.models import altup, latent_attention, mamba
 from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT, LAYER_SCALE, SCAN_OUT
+from packtrain.models.block_weights import Block, Mixer, Tables, Weights
 from packtrain.models.config import Config
-from packtrain.models.part import Block, Mixer, Tables, Weights
-from packtrain.tensor import Tensor
 
 DEVIATIONS = 1.6448533535003662  # 19 of 20 normal values are below; as gemma3n.cpp has it
 
@@ -23,10 +23,10 @@ def block(
     """
     part = Block(config, w, i)
     if config.traits.streams:
-        guess = streams.predicted(part, h)
-        h = streams.corrected(part, guess, computed(part, streams.one(guess), tables, mixer))
-        first = ops.mul(streams.one(h), part.weight("altup_correct_scale"))
-        return h if embeddings is None else streams.added(h, embedded(part, first, embeddings))
+        guess = altup.predicted(part, h)
+        h = altup.corrected(part, guess, computed(part, altup.one(guess), tables, mixer))
+        first = ops.mul(altup.one(h), part.weight("altup_correct_scale"))
+        return h if embeddings is None else altup.added(h, embedded(part, first, embeddings))
     h = computed(part, h, tables, mixer)
     h = h if embeddings is None else ops.add(embedded(part, h, embeddings), h)
     return ops.mul(h, part.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h
@@ -39,13 +39,13 @@ def computed(part: Block, h: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
     if config.has("attn_norm_2"):
         read = part.saved(part.norm("attn_norm_2", h))
     if config.attends(i):
-        mixed = latent.attention if config.kv_lora_rank else attention
+        mixed = latent_attention.attention if config.kv_lora_rank else attention
         y = mixed(part, read, tables, mixer)
         h = part.join("attn_output", y, "post_attention_norm", h)
     elif config.conv_width:
         h = part.join(CONV_OUT, short_conv(part, read, mixer), "", h)
     if config.scans(i):
-        scanned = scanning.ruled if traits.delta else scanning.mixed
+        scanned = mamba.ruled if traits.delta else mamba.mixed
         h = part.join(SCAN_OUT, scanned(part, read, mixer), "", h)
     if traits.laurel:
         h = ops.scale(ops.add(h, low_rank(part, read)), by=0.5**0.5)
@@ -163,7 +163,7 @@ def sparse(gate: Tensor) -> Tensor:
     """By how much gates (..., F) exceed their mean and so many deviations that one of 20 normal values does, or 0."""
     off = ops.sub(gate, ops.mean_rows(gate))
     squares = ops.sum_rows(ops.sqr(off))
-    deviation = ops.sqrt(ops.scale(squares, by=1 / (gate.shape[-1] - 1), bias=streams.TINY))
+    deviation = ops.sqrt(ops.scale(squares, by=1 / (gate.shape[-1] - 1), bias=altup.TINY))
     return ops.relu(ops.sub(off, ops.scale(deviation, by=DEVIATIONS)))
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from packtrain.errors import InputError
+from packtrain.common.errors import InputError
+from packtrain.common.text import long_context
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import CONV_IN, CONV_ROWS, LONG, SCAN_IN, SCAN_ROWS
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.size_fields import Sizes
 from packtrain.models.lora import Lora
-from packtrain.words import long_context
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
 UNNORMED = 128  # experts of the llama4 whose queries and keys are not normalized

@@ -12,17 +12,17 @@ from typing import TypedDict
 
 import numpy as np
 
-from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
-from packtrain.models import streams, written
+from packtrain.engine import ops
+from packtrain.engine.tensor import Tensor, constant, input, named, weight
+from packtrain.models import altup, unfused_attention
+from packtrain.models.activation_rounding import product, rounded
 from packtrain.models.arch.architecture import CHOICE, CONV_OUT, LAYER_INPUTS, LAYER_SCALE, SCAN_OUT
 from packtrain.models.block import block
+from packtrain.models.block_weights import Mixer, Tables, Weights, normalized
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
-from packtrain.models.part import Mixer, Tables, Weights, normalized
-from packtrain.models.rounding import product, rounded
-from packtrain.models.shapes import HEAD_BIAS, POSITIONS, shapes, unread
-from packtrain.tensor import Tensor, constant, input, named, weight
+from packtrain.models.tensor_shapes import HEAD_BIAS, POSITIONS, shapes, unread
 
 ADDING = tuple(f"{part}.weight" for part in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
@@ -157,7 +157,7 @@ def stream(
     if config.embedding_length_per_layer:
         own = embeddings(config, w, tokens, h)
         h = ops.scale(h, by=1.0)  # written after it: what is computed before a block is kept
-    h = streams.spread(config, w, h) if config.traits.streams else h
+    h = altup.spread(config, w, h) if config.traits.streams else h
     yield h
     for i in range(config.block_count):
         h = block(config, w, i, h, tables, mixer, own)
@@ -185,7 +185,7 @@ def mixed(
     if config.flash:
         y = ops.attention(q, k, v, *places, None, sinks, **rule)[0]
     else:
-        y = written.attention(q, k, v, *places, sinks, **rule)
+        y = unfused_attention.attention(q, k, v, *places, sinks, **rule)
     return named(f"blk.{i}.attn", y)
 
 
@@ -245,7 +245,7 @@ def rule_of(config: Config, i: int) -> Rule:
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
-    h = streams.merged(config, w, h) if config.traits.streams else h
+    h = altup.merged(config, w, h) if config.traits.streams else h
     return named("output_norm", normalized(config, w, config.traits.last_norm, h))
 
 

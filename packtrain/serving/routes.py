@@ -10,18 +10,18 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from packtrain.errors import InputError
-from packtrain.serving import reading
-from packtrain.serving.asked import Body, adapters_of, prompt_of, prompts_of
-from packtrain.serving.completions import Chats, Texts
-from packtrain.serving.jobs import Job
-from packtrain.serving.metrics import metrics_text
-from packtrain.serving.native import Native, settings_of
-from packtrain.serving.server import Server
-from packtrain.serving.shapes import FINGERPRINT, Refused
+from packtrain.common.errors import InputError
+from packtrain.serving import request_parsing
+from packtrain.serving.event_stream import answer
+from packtrain.serving.generation_jobs import Job
+from packtrain.serving.json_fields import Body, adapters_of, prompt_of, prompts_of
+from packtrain.serving.llama_completion import Native, settings_of
+from packtrain.serving.openai_completions import Chats, Texts
+from packtrain.serving.prometheus_metrics import metrics_text
+from packtrain.serving.response_shapes import FINGERPRINT, Refused
+from packtrain.serving.server_state import Server
 from packtrain.serving.slots import Writing
-from packtrain.serving.stream import answer
-from packtrain.serving.tools import Tools
+from packtrain.serving.tool_calls import Tools
 
 VOCABULARIES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
 MOST_TEXTS = 2048
@@ -41,24 +41,24 @@ NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)  # temporary files begin with
 
 
 def completion(server: Server, body: Body, request: Request) -> Response:
-    jobs = reading.completions(server, body)
+    jobs = request_parsing.completions(server, body)
     shape = Native(body, jobs, server.name, server.tokenizer)
     return answer(server, jobs, shape, body.flag("stream"))
 
 
 def text_completion(server: Server, body: Body, request: Request) -> Response:
-    asked = reading.texts(server, body)
+    asked = request_parsing.texts(server, body)
     shape = Texts(server.name, server.tokenizer, asked, verbose(server, body, asked))
     return answer(server, asked.jobs, shape, body.flag("stream"))
 
 
 def chat_completion(server: Server, body: Body, request: Request) -> Response:
-    asked = reading.chat(server, body)
+    asked = request_parsing.chat(server, body)
     shape = Chats(server.name, server.tokenizer, asked, verbose(server, body, asked))
     return answer(server, asked.jobs, shape, body.flag("stream"))
 
 
-def verbose(server: Server, body: Body, asked: reading.Asked) -> Native | None:
+def verbose(server: Server, body: Body, asked: request_parsing.Asked) -> Native | None:
     """/completion's shape, if its fields are wanted beside OpenAI's."""
     if not body.flag("verbose"):
         return None
@@ -113,9 +113,9 @@ def count_tokens(server: Server, body: Body, request: Request) -> Any:
 
 
 def asked_text(server: Server, body: Body) -> str:
-    conversation = reading.conversation_of(body)
+    conversation = request_parsing.conversation_of(body)
     tools = Tools.of(body, conversation, server.style)
-    return reading.prompt_text(server, body, conversation, tools)
+    return request_parsing.prompt_text(server, body, conversation, tools)
 
 
 # ---- embeddings

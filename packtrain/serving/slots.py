@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packtrain.generation import Pieces, chain_of
-from packtrain.sampling import Given
-from packtrain.sampling.candidates import Candidates
-from packtrain.serving.jobs import Chosen, Counts, End, Part, Progress, Ticket
-from packtrain.tokenizer import Stream, Tokenizer
+from packtrain.data.tokenizer import Stream, Tokenizer
+from packtrain.inference.generator import Pieces, chain_of
+from packtrain.inference.sampling import Given
+from packtrain.inference.sampling.candidates import Candidates
+from packtrain.serving.generation_jobs import Chosen, Counts, End, Part, Progress, Ticket
 
 
 @dataclass(slots=True)

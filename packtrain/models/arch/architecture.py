@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 Spans = tuple[tuple[int, int], ...]
 Keys = dict[str, int | float | bool | str | list[bool] | list[int] | list[float]]

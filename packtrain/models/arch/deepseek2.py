@@ -7,8 +7,8 @@ from typing import Any
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import CHOICE, FFN_NORM, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 SOFTMAX, SIGMOID = 1, 2
 TENTH = 0.1  # by which the key of the multiplier is less, in files of this architecture

@@ -1,8 +1,8 @@
 """ERNIE 4.5 (dense): llama, whose checkpoints have rope's pairs side by side already."""
 
 from packtrain.models.arch.architecture import Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import ernie4_5
 from packtrain.models.arch.architecture import CHOICE, EXPERT_MATRICES, Architecture, Experts, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.moe_statics.e_score_correction": "exp_probs_b"}
 WIDTH, START = ("moe_intermediate_size", 1536), "moe_layer_start_index"

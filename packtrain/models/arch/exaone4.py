@@ -5,8 +5,8 @@ arXiv 2507.11407.
 
 from packtrain.models.arch import olmo2
 from packtrain.models.arch.architecture import FACTORS, Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 BLOCKS = 64  # those of the 32B, which alone has windows in llama.cpp
 

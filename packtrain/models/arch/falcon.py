@@ -4,8 +4,8 @@ arXiv 2311.16867.
 """
 
 from packtrain.models.arch.architecture import NORM_BIASES, Architecture, Family, Keys, Names, Spans
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 SECOND = ("attn_norm_2.weight", "attn_norm_2.bias")
 MODULES = {

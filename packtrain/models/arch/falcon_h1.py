@@ -10,9 +10,9 @@ import numpy as np
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Changed, Family, Keys, Names
-from packtrain.models.arch.given import Given
 from packtrain.models.arch.granitehybrid import CONV_BIAS, NORM, scan, scan_keys
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 FEED_FORWARD = {
     "pre_ff_layernorm": "ffn_norm", "feed_forward.gate_proj": "ffn_gate", "feed_forward.up_proj": "ffn_up",

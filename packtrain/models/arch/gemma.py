@@ -1,8 +1,8 @@
 """Gemma: gelu, scaled and tied embeddings, norm weights stored minus 1. arXiv 2403.08295."""
 
 from packtrain.models.arch.architecture import Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from packtrain.models.arch import gemma
 from packtrain.models.arch.architecture import BLOCK, Architecture, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 TOKENS_BACK, CAPS = 4096, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 NORMS_BEHIND = {

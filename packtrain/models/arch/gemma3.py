@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from packtrain.models.arch import gemma, gemma2
 from packtrain.models.arch.architecture import HEAD_NORMS, Architecture, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 EVERY, BASE = 6, 10_000.0
 

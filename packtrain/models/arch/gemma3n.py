@@ -10,8 +10,8 @@ from typing import Any
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2, gemma4
 from packtrain.models.arch.architecture import LAYER_INPUTS, Architecture, Family, Keys, Names
-from packtrain.models.arch.given import FULL, SLIDING, Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import FULL, SLIDING, Given
+from packtrain.models.arch.size_fields import Sizes
 
 EVERY, STREAMS, RANK, OWN, SPARSE, SHARE, OWNING = 5, 4, 64, 256, 10, 0.95, 20
 CAP, CAPPED = "final_logit_softcapping", 30.0

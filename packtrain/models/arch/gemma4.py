@@ -11,8 +11,8 @@ import numpy as np
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2
 from packtrain.models.arch.architecture import FACTORS, Architecture, Experts, Family, Keys, Names
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 LAYERS = {
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",

@@ -1,8 +1,8 @@
 """GLM-4 (0414): norms before and behind attention and feed-forward, rope for half of each head, gate and up in one."""
 
 from packtrain.models.arch.architecture import ATTENTION, BIASES, Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 MODULES = ATTENTION | {
     "post_self_attn_layernorm": "post_attention_norm", "post_attention_layernorm": "ffn_norm",

@@ -6,8 +6,8 @@ are not used.
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, CHOICE, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 WIDTH, SIGMOID = ("moe_intermediate_size", 1408), 2

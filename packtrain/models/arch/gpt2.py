@@ -2,8 +2,8 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import NORM_BIASES, Architecture, Family, Keys, Names
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 MODULES = {
     "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",

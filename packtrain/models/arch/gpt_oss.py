@@ -5,8 +5,8 @@ arXiv 2508.10925. The weights of the chosen experts are a softmax of their logit
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 EVERY = 2
 EXPERT_BIASES = (

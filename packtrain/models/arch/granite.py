@@ -6,8 +6,8 @@ Granite 4's are the hybrids' class with attention in all blocks; llama.cpp write
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import MORE_BIASES, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 SCALES = {
     "embedding_multiplier": "embedding_scale", "attention_multiplier": "attention.scale",

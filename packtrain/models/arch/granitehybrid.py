@@ -8,8 +8,8 @@ from typing import Any
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import granite, granitemoe
 from packtrain.models.arch.architecture import SCAN_KEYS, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Scan, Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Scan, Sizes
 
 LONGEST = 1 << 20  # what llama.cpp's converter writes where nothing depends on positions
 ATTENDING, SCANNING = ("attention", "full_attention"), ("mamba", "linear_attention")

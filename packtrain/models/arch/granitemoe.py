@@ -3,8 +3,8 @@
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import granite
 from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 CLASSES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 HALVES = granite.halves("block_sparse_moe", "_exps") | granite.halves("shared_mlp", "_shexp")

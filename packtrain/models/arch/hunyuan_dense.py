@@ -1,8 +1,8 @@
 """Hunyuan (dense): llama with QK norms behind rope."""
 
 from packtrain.models.arch.architecture import BIASES, BLOCK, Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 MODULES = BLOCK | {
     "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",

@@ -1,8 +1,8 @@
 """InternLM 2: llama. Checkpoints keep queries that share a key, that key and its value together. arXiv 2403.17297."""
 
 from packtrain.models.arch.architecture import BIASES, Architecture, Family, Keys, Names, Spans
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 MODULES = {
     "attention_norm": "attn_norm", "attention.wo": "attn_output", "ffn_norm": "ffn_norm",

@@ -3,8 +3,8 @@
 from typing import Any
 
 from packtrain.models.arch.architecture import Architecture, Family, Keys, Names
-from packtrain.models.arch.given import FULL, Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import FULL, Given
+from packtrain.models.arch.size_fields import Sizes
 
 CONV = "conv"
 MODULES = {

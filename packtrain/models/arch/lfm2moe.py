@@ -3,8 +3,8 @@
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import lfm2
 from packtrain.models.arch.architecture import CHOICE, Architecture, Experts, Family, Keys, Names
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 SIGMOID = 2
 MATRICES = {

@@ -5,8 +5,8 @@ Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp.
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import FULL, Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import FULL, Given
+from packtrain.models.arch.size_fields import Sizes
 
 EVERY, CHUNK, WARMTH, UNNORMED = 4, 8192, 0.1, 128
 CHUNKED, STEP = "chunked_attention", "interleave_moe_layer_step"

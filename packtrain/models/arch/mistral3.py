@@ -2,8 +2,8 @@
 
 from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import BETAS, EXPERT_KEYS, Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 RENAMED = {
     "mscale_all_dim": "rope.scaling.yarn_log_multiplier",

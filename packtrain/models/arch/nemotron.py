@@ -2,8 +2,8 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, UNGATED_BIASES, Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 MODULES = arch.ATTENTION | arch.FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 

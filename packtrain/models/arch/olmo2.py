@@ -5,8 +5,8 @@ OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.1396
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FEED_FORWARD, HEAD_NORMS, Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 MATRICES = {module: part for module, part in arch.ATTENTION.items() if part != "attn_norm"}
 BASE = 500_000.0

@@ -5,8 +5,8 @@ arXiv 2409.02060.
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:

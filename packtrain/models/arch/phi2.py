@@ -5,8 +5,8 @@ arXiv 2306.11644.
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FUSED, NORM_BIASES, Architecture, Family, Keys, Names
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 MODULES = {module: part for module, part in arch.ATTENTION.items() if part != "attn_output"}
 MODULES |= {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}

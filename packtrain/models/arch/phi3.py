@@ -4,8 +4,8 @@ import math
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FFN_NORM, WINDOW_KEYS, Architecture, Family, Keys
-from packtrain.models.arch.given import ORIGINAL, Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import ORIGINAL, Given
+from packtrain.models.arch.size_fields import Sizes
 
 BLOCK = {
     "input_layernorm": "attn_norm", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",

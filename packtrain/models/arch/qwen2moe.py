@@ -5,8 +5,8 @@ The weights of the chosen experts are parts of a softmax over all: they do not a
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 SHARED = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",

@@ -2,9 +2,9 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FEED_FORWARD, Architecture, Family, Keys, Spans
-from packtrain.models.arch.given import Given
+from packtrain.models.arch.hf_config import Given
 from packtrain.models.arch.qwen3next import DELTA, DELTA_KEYS, ENDS, FFN_NORM, keys, mixing, usual
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.size_fields import Sizes
 
 SECTIONS = "rope.dimension_sections"
 APART = {

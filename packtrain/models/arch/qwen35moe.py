@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from packtrain.models.arch.architecture import EXPERT_MATRICES, Experts, Keys
-from packtrain.models.arch.given import Given
 from packtrain.models.arch.gpt_oss import STACKED
+from packtrain.models.arch.hf_config import Given
 from packtrain.models.arch.qwen2moe import SHARED
 from packtrain.models.arch.qwen3next import ENDS, EXPERT_KEYS, others, usual
 from packtrain.models.arch.qwen35 import ARCHITECTURE as DENSE
 from packtrain.models.arch.qwen35 import BLOCK, text_keys
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.size_fields import Sizes
 
 WIDTH, SHARED_WIDTH = ("moe_intermediate_size", 512), "expert_shared_feed_forward_length"
 EXPERT_ENDS = {

@@ -7,10 +7,10 @@ from typing import Any
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys, Spans
-from packtrain.models.arch.given import FULL, Given
 from packtrain.models.arch.granitehybrid import scan_keys
+from packtrain.models.arch.hf_config import FULL, Given
 from packtrain.models.arch.qwen2moe import SHARED
-from packtrain.models.arch.sizes import Scan, Sizes
+from packtrain.models.arch.size_fields import Scan, Sizes
 
 LINEAR = "linear_attention"
 FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}

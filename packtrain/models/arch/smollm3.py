@@ -2,8 +2,8 @@
 
 from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import Architecture, Family, Keys
-from packtrain.models.arch.given import Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.size_fields import Sizes
 
 PAUSE = 4
 

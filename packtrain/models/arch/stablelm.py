@@ -5,8 +5,8 @@ arXiv 2402.17834.
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, NORM_BIASES, Architecture, Family, Keys
-from packtrain.models.arch.given import PARTIAL, Given
-from packtrain.models.arch.sizes import Sizes
+from packtrain.models.arch.hf_config import PARTIAL, Given
+from packtrain.models.arch.size_fields import Sizes
 
 HEADS = ("attn_q_norm.weight", "attn_k_norm.weight")
 OF_HEADS = {

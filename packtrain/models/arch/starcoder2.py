@@ -2,7 +2,7 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, BIASES, NORM_BIASES, Architecture, Family
-from packtrain.models.arch.given import Given
+from packtrain.models.arch.hf_config import Given
 
 MODULES = ATTENTION | arch.FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 

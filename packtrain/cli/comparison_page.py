@@ -1,0 +1,50 @@
+"""The page of `packtrain compare`: the table, and each question with the answers side by side. It has no script."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from packtrain.common.text import plural
+from packtrain.training.monitoring.runs_page import scriptless_page
+from packtrain.workflows.comparison import Compared
+
+
+def comparison_page(data: Path, rows: Sequence[Mapping[str, str]], found: Compared) -> str:
+    """The HTML; `rows` are the measures of each model by their headings."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    cells = (
+        "".join(f'<td data-name="{escape(name)}">{escape(cell)}</td>' for name, cell in row.items())
+        for row in rows
+    )
+    table = "".join(f"<tr>{row}</tr>" for row in cells)
+    names = [Path(one.name).name for one in found.subjects]
+    if len(set(names)) < len(names):
+        names = [one.name for one in found.subjects]
+    articles = "\n".join(_article(found, names, number) for number in range(len(found.questions)))
+    about = f"{plural(len(found.questions), 'conversation')} of {data}"
+    return scriptless_page(
+        "Models compared",
+        f"<h1>Models compared</h1>\n<p>{escape(about)}</p>\n"
+        f'<section><div class="scroll"><table><tr>{head}</tr>{table}</table></div></section>\n{articles}',
+        "answers.css",
+    )
+
+
+def _article(found: Compared, names: Sequence[str], number: int) -> str:
+    """A question: the answer that the data has, and those of the models."""
+    question = found.questions[number]
+    columns = [_column("data", "the answer in the data", "", question.answer)]
+    for name, one in zip(names, found.subjects, strict=True):
+        kind = "right" if (one.has or one.right)[number] else "wrong"
+        verdict = kind if not one.has else "in style" if kind == "right" else "not in style"
+        verdict += f", score {one.scores[number]:.3g}" if one.scores else ""
+        columns.append(_column(kind, name, f" · <b>{verdict}</b>", one.answers[number]))
+    return (
+        f"<article><h3>{number + 1:,} of {len(found.questions):,}</h3>"
+        f'<pre class="question">{escape(question.text)}</pre>'
+        f'<div class="answers">{"".join(columns)}</div></article>'
+    )
+
+
+def _column(kind: str, name: str, verdict: str, answer: str) -> str:
+    return f'<div class="{kind}"><h3>{escape(name)}{verdict}</h3><pre>{escape(answer)}</pre></div>'

@@ -1,0 +1,41 @@
+"""packtrain compile: compile all kernels ahead of time, for container images and shared machines."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from itertools import product
+
+from packtrain import kernels
+from packtrain.common.memory import parse_size, private_nbytes
+from packtrain.common.options import option
+from packtrain.engine.optim import OPTIMIZERS
+from packtrain.kernels import store
+from packtrain.models.config import PRESETS
+from packtrain.planner.kernel_memory import loaded, needed
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile missing kernels into $XDG_CACHE_HOME/packtrain/kernels (default: ~/.cache/packtrain/kernels)."""
+
+    memory: str | None = option(None, "memory limit for all processes together, such as 512MiB")
+
+
+def run(settings: Compile) -> int:
+    """Compile every kernel module that is not compiled, and print the folder. Raises DoesNotFit, InputError."""
+    limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
+    began = time.perf_counter()
+    names = store.modules()
+    count = kernels.prepare(names, limit, private_nbytes())
+    free = math.inf if limit is None else limit - private_nbytes()
+    usual = PRESETS["1m"]
+    configs = usual, replace(usual, expert_count=1), replace(usual, conv_width=2)
+    wanted = product(configs, (False, True), OPTIMIZERS.values())
+    for modules in dict.fromkeys(needed(*one) for one in wanted):
+        loaded(modules, free)  # measured, so that a tight budget can be planned
+    seconds = time.perf_counter() - began
+    folders = sorted({str(store.folder_of(name).parent) for name in names})
+    print(
+        f"{len(names)} kernel modules, {count} compiled now in {seconds:.0f} s, in {', '.join(folders)}"
+    )
+    return 0

@@ -1,0 +1,96 @@
+"""packtrain convert: convert a Hugging Face checkpoint (config.json, safetensors, tokenizer) to a GGUF file.
+
+With --base it converts a LoRA adapter of that model: a PEFT folder to GGUF, or a GGUF file to --peft FOLDER.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.common.errors import InputError
+from packtrain.common.files import check_output
+from packtrain.common.options import option, positional
+from packtrain.common.text import plural
+from packtrain.conversion.hugging_face import AUTO, TYPES, check_runs, checkpoint_files, convert
+from packtrain.conversion.peft import CONFIG, TENSORS, read_peft, write_peft
+from packtrain.gguf import Deferred
+from packtrain.models.adapter_file import check_fits, fitted, read_adapter, write_adapter
+from packtrain.models.model_file import open_model
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Convert a checkpoint folder, or a LoRA adapter, to GGUF; or an adapter to a PEFT folder."""
+
+    folder: Path = positional(
+        "folder with config.json, *.safetensors and the tokenizer's files; with --base: folder of a PEFT adapter"
+    )
+    output: Path | None = option(None, "GGUF file to write (default: FOLDER.gguf)", flags="-o")
+    type: str = option(
+        AUTO, "element type of the matrices; auto: the checkpoint's", choices=(AUTO, *TYPES)
+    )
+    base: Path | None = option(None, "convert an adapter of this model, a GGUF file")
+    peft: Path | None = option(
+        None, "with --base: convert the adapter, a GGUF file, to this PEFT folder"
+    )
+    overwrite: bool = option(False, "replace the output if it exists")
+
+
+def run(settings: Convert) -> int:
+    """Convert and print what was written. Raises InputError if it cannot be converted."""
+    folder = settings.folder
+    path = settings.output or Path(f"{folder.resolve()}.gguf")
+    _check(settings)
+    if settings.base is not None:
+        if settings.peft is not None:
+            return _to_peft(folder, settings.base, settings.peft)
+        return _from_peft(folder, settings.base, path, settings.overwrite)
+    if settings.peft is not None:
+        raise InputError("--peft: --base must be given, too: the model that the adapter is for")
+    written = convert(folder, path, settings.type, settings.overwrite, print)
+    types = Counter(str(t.dtype) if isinstance(t, Deferred) else "f32" for t in written.values())
+    counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
+    print(f"{path}: {plural(len(written), 'tensor')} ({counts}), {path.stat().st_size:,} bytes")
+    return 0
+
+
+def _check(settings: Convert) -> None:
+    """Refuse settings that would have no effect."""
+    if settings.base is not None and settings.type != AUTO:
+        raise InputError(
+            "--type has no effect with --base: adapters are f32; leave one of them out"
+        )
+    idle = ("--output", settings.output is not None), ("--overwrite", settings.overwrite)
+    for flag in (flag for flag, given in idle if given and settings.peft is not None):
+        raise InputError(f"{flag} has no effect with --peft; leave one of them out")
+
+
+def _from_peft(folder: Path, base: Path, path: Path, overwrite: bool) -> int:
+    model = open_model(base)
+    check_output(path, "-o", [*checkpoint_files(folder), *model.gguf.paths], overwrite)
+    adapter = read_peft(folder, model)
+    check_fits(adapter, folder, model.gguf)
+    name = path.stem.encode(errors="replace").decode()
+    write_adapter(path, adapter, name, model.gguf, lambda part: check_runs(part, path, base))
+    print(
+        f"{path}: an adapter of {plural(len(adapter.pairs), 'matrix', 'matrices')}, {path.stat().st_size:,} bytes"
+    )
+    return 0
+
+
+def _to_peft(file: Path, base: Path, folder: Path) -> int:
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--peft: {folder} is a file; give the name of a folder")
+    if (folder / TENSORS).exists():
+        raise InputError(f"--peft: {folder / TENSORS} exists; give another folder")
+    model = open_model(base)
+    adapter = fitted(read_adapter(file), file, model.gguf)
+    count = write_peft(folder, adapter, model)
+    try:
+        read_peft(folder, model)
+    except InputError:
+        for name in (CONFIG, TENSORS):
+            (folder / name).unlink()
+        raise
+    print(f"{folder}: {plural(count, 'tensor')}, {(folder / TENSORS).stat().st_size:,} bytes")
+    return 0

@@ -1,0 +1,136 @@
+"""packtrain inspect: show what is in a GGUF file of any architecture."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.errors import printable
+from packtrain.common.options import option, positional
+from packtrain.common.text import plural
+from packtrain.data.tokenizer import KEYS, NO_ID
+from packtrain.gguf import GGUF, Entry, Value
+
+FEW, LONG = 8, 100  # array values, and characters of a text, that are shown
+TOKENS, ID = f"{KEYS}tokens", "_token_id"
+TEMPLATE = "tokenizer.chat_template"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Show what is in a GGUF file."""
+
+    model: Path = positional("a GGUF file")
+    tensors: bool = option(False, "list all tensors: name, shape in NumPy order, type, bytes")
+    json: bool = option(False, "print JSON")
+
+
+def run(settings: Inspect) -> int:
+    """Print the file's description. Raises InputError if it is not a valid GGUF file."""
+    found = describe(GGUF(settings.model))
+    if not settings.tensors:
+        del found["tensors"]
+    if settings.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(map(printable, lines(found))))
+    return 0
+
+
+def describe(gguf: GGUF) -> dict[str, Any]:
+    """The file as plain data: what --json prints."""
+    entries = gguf.entries.values()
+    return {
+        "file": str(gguf.path),
+        "parts": len(gguf.paths),
+        "file_bytes": gguf.nbytes,
+        "architecture": _shown(gguf.values.get("general.architecture", Value("string", "unknown"))),
+        "parameters": sum(math.prod(e.shape) for e in entries),
+        "types": _types(entries),
+        "vocabulary": _vocabulary(gguf),
+        "chat_templates": _templates(gguf),
+        "metadata": {key: _shown(value) for key, value in gguf.values.items()},
+        "tensors": [
+            {"name": e.name, "shape": list(e.shape), "type": str(e.dtype), "bytes": e.nbytes}
+            for e in entries
+        ],
+    }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The description as text."""
+    vocabulary = found["vocabulary"]
+    parts = f" and {plural(found['parts'] - 1, 'more part')}" if found["parts"] > 1 else ""
+    yield f"file          {found['file']}{parts}"
+    yield f"size          {found['file_bytes']:,} bytes"
+    yield f"architecture  {found['architecture']}"
+    yield f"parameters    {found['parameters']:,}"
+    yield f"tensors       {sum(of['tensors'] for of in found['types'].values())}"
+    for name, of in found["types"].items():
+        yield f"  {name:12}{of['tensors']:<6}{of['bytes'] / MIB:,.2f} MiB"
+    kind = " ".join(filter(None, (vocabulary["kind"], vocabulary["pre"])))
+    yield f"vocabulary    {plural(vocabulary['tokens'], 'token')}, kind {kind}"
+    for name, token in vocabulary["special"].items():
+        yield f"  {name:12}{token['id']} {token['text']}"
+    yield f"chat template {', '.join(found['chat_templates']) or 'none'}"
+    yield "metadata"
+    for key, value in found["metadata"].items():
+        yield f"  {key} = {value}"
+    for tensor in found.get("tensors", ()):
+        shape = str(tensor["shape"])
+        yield f"{tensor['name']:32} {shape:>16} {tensor['type']:>6} {tensor['bytes']:>14,} bytes"
+
+
+def _types(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
+    """Tensors and bytes of each element type, the largest first."""
+    types: dict[str, dict[str, int]] = {}
+    for e in entries:
+        of = types.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
+        of["tensors"] += 1
+        of["bytes"] += e.nbytes
+    return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _templates(gguf: GGUF) -> list[str]:
+    """Names of the chat templates; the one without a name is the default."""
+    names = [key.removeprefix(TEMPLATE) for key in gguf.values if key.startswith(TEMPLATE)]
+    return [name[1:] or "default" for name in names if not name or name[0] == "."]
+
+
+def _vocabulary(gguf: GGUF) -> dict[str, Any]:
+    """Number of tokens, kind, and the special tokens."""
+    listed = gguf.metadata.get(TOKENS)
+    tokens = listed if isinstance(listed, list) else []
+    special = {}
+    for key, id in gguf.metadata.items():
+        if key.startswith(KEYS) and key.endswith(ID) and isinstance(id, int) and id != NO_ID:
+            text = tokens[id].decode(errors="replace") if 0 <= id < len(tokens) else None
+            special[key.removeprefix(KEYS).removesuffix(ID)] = {"id": id, "text": text}
+    kind, pre = (
+        _shown(gguf.values.get(f"{KEYS}{name}", Value("string", default)))
+        for name, default in (("model", "none"), ("pre", ""))
+    )
+    return {"tokens": len(tokens), "kind": str(kind), "pre": str(pre), "special": special}
+
+
+def _shown(value: Value) -> Any:
+    """A metadata value to print or for JSON: long arrays as their length, long texts cut."""
+    given = value.value
+    if isinstance(given, list | np.ndarray):
+        if len(given) > FEW:
+            return f"[{len(given)} {value.kind if value.kind != 'string' else 'strings'}]"
+        return [_shown(Value(value.kind, one)) for one in given]
+    if isinstance(given, bytes):
+        return given.decode(errors="replace")
+    if isinstance(given, str) and len(given) > LONG:
+        return f"{given[:LONG]}… ({len(given)} characters)"
+    if isinstance(given, np.generic):
+        given = given.item()
+    if isinstance(given, float) and not math.isfinite(given):
+        return str(given)  # JSON has no NaN or infinity
+    return float(str(np.float32(given))) if value.kind == "f32" else given

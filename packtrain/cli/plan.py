@@ -1,0 +1,126 @@
+"""packtrain plan: print what a run would need and how long it would take, without running it."""
+
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.cli import say
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.files import check_not_read, check_writable, write_text
+from packtrain.common.options import OUTPUT
+from packtrain.common.text import in_colour, speed_text
+from packtrain.data.text.text_streams import data_files
+from packtrain.distributed import assumed
+from packtrain.planner.plan_view import chart, page, terminal, trace
+from packtrain.planner.rank_exchange import Shared
+from packtrain.training.finetune_settings import TuneSettings
+from packtrain.training.monitoring.metrics_file import read
+from packtrain.training.train_settings import TrainSettings
+from packtrain.workflows import finetuning, training_run
+from packtrain.workflows.planned_run import Ready, facts
+
+WIDTH = 100
+
+# of what a link carries: TCP's bytes of a whole Ethernet frame with the gap after it
+PAYLOAD = 1448 / 1538
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Outputs of a plan in addition to the printed table."""
+
+    json: Path | None = OUTPUT(None, "write the plan as JSON, with every buffer")
+    html: Path | None = OUTPUT(None, "write an HTML page that shows every byte over time, op by op")
+    svg: Path | None = OUTPUT(None, "write the same as SVG")
+    trace: Path | None = OUTPUT(None, "write a trace for ui.perfetto.dev")
+    map: bool = OUTPUT(False, "draw the arena in the terminal")
+    ranks: int = OUTPUT(
+        0,
+        "plan for one of N processes, each on a machine like this one; 0: as many as --nproc",
+        least=0,
+        most=1024,
+    )
+    link: str = OUTPUT("10Gbit", "the rate at which each of them can send", metavar="RATE")
+
+
+@dataclass(frozen=True)
+class PlanTrain(Drawn, TrainSettings):
+    COMMON = (
+        "data preset vocab_size memory iters epochs batch_size ctx recompute nproc html json map"
+    )
+
+
+@dataclass(frozen=True)
+class PlanTune(Drawn, TuneSettings):
+    COMMON = (
+        "data memory iters epochs batch_size ctx lora_rank full merge recompute nproc html json map"
+    )
+
+
+def run(settings: PlanTrain | PlanTune) -> int:
+    """Print the plan and write the requested files. Raises InputError.
+
+    If no plan fits, uses the smallest one and raises DoesNotFit.
+    """
+    wanted = {name: getattr(settings, name) for name in ("json", "html", "svg", "trace")}
+    for name, path in wanted.items():
+        if path is not None:
+            check_writable(path, f"--{name}")
+            own = settings.output, getattr(settings, "model", None)
+            check_not_read(path, f"--{name}", [*own, *data_files(settings.data)])
+    count, link = settings.ranks or settings.nproc, rate_of(settings.link)
+    if count == 1 and settings.link != Drawn.link:
+        raise InputError("--link is for several processes; give --ranks, or leave it out")
+    with assumed(count):
+        if isinstance(settings, TuneSettings):
+            ready = finetuning.prepare(settings, say, runs=False)
+        else:
+            ready = training_run.prepare(settings, say, runs=False)
+    if ready.refusal is None:
+        print("\n".join([str(ready), *ready.notes]))
+        if count > 1:
+            print(_of_ranks(ready, ready.shared(link), count, settings.link))
+    about, plan = facts(ready, _measured(settings.folder)), ready.plans.largest
+    if settings.map:
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        print(terminal(plan, width, color=in_colour(sys.stdout), **about))
+    texts = {
+        "json": lambda: ready.json(ready.minimum()),
+        "html": lambda: page(plan, **about),
+        "svg": lambda: chart(plan, **about),
+        "trace": lambda: trace(plan, ready.plans.ops(plan)),
+    }
+    for name, path in wanted.items():
+        if path is not None:
+            write_text(path, texts[name]())
+    if ready.refusal is not None:
+        raise DoesNotFit(ready.refusal)
+    return 0
+
+
+def rate_of(text: str) -> float:
+    """Bytes of a message per second, of a rate in bits such as 10Gbit. Raises InputError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)bit", text)
+    if found is None or not float(found[1]):
+        raise InputError(f"--link {text}: it must be a rate such as 10Gbit or 100Mbit")
+    times: int = 1000 ** " KMGT".index(found[2] or " ")
+    return PAYLOAD * float(found[1]) * times / 8
+
+
+def _of_ranks(ready: Ready, step: Shared, ranks: int, link: str) -> str:
+    speed = ranks * ready.plans.shape.positions / step.seconds
+    hidden = max(1 - step.waiting / step.exchanging, 0.0)
+    return (
+        f"each of {ranks} processes: {step.seconds:.3g} s a step, of which {step.waiting:.3g} s wait for its link of"
+        f" {link}; it is busy {step.exchanging:.3g} s, {hidden:.0%} of them while the process computes;"
+        f" together {speed_text(speed)}"
+    )
+
+
+def _measured(folder: Path) -> int | None:
+    """Measured peak memory of the finished run in the folder, if there is one."""
+    metrics = folder / "metrics.jsonl"
+    ends = [r for r in read(metrics) if r.get("event") == "end"] if metrics.exists() else []
+    return int(ends[-1]["peak_bytes"]) if ends else None

@@ -1,0 +1,72 @@
+"""Short-lived child processes: all their memory goes back to the system when they end.
+
+`ask` calls a function in a child; this file is also the child's main program. Children import this package from
+wherever the parent did.
+"""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SELDOM = 50_000  # new objects between searches for garbage: a graph becomes garbage as a whole
+PATIENCE = 2.0  # seconds to wait for an answer before `late` is called
+
+
+def variables() -> dict[str, str]:
+    """Environment variables with which a child can import this package."""
+    paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def ask(late: Callable[[], None], function: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
+    """Call a function of this package in a child and return its result; calls `late` if that takes long.
+
+    Raises RuntimeError with the last line of the child's stderr if the function raises.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "packtrain.common.child_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=variables(),
+    ) as child:
+        try:
+            request = pickle.dumps((function, given, named))
+            try:
+                answer, errors = child.communicate(request, timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                late()
+                answer, errors = child.communicate()
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+        name = function.__name__.replace("_", " ")
+        raise RuntimeError(
+            f"the child process for {name} failed, exit {child.returncode}: {lines[0]}"
+        )
+    found: R = pickle.loads(answer)
+    return found
+
+
+def main() -> None:
+    """The child: reads a pickled call from standard input, writes its result to standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    function, given, named = pickle.load(sys.stdin.buffer)
+    gc.freeze()  # what is imported stays
+    gc.set_threshold(SELDOM)
+    result: Any = function(*given, **named)
+    sys.stdout.buffer.write(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The one switch: PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse,norecord,calls (any subset).
+
+graph, place, plan  print that stage        time     seconds by op, after each run
+nan                 stop at the first value that is not finite, naming op, tensor, line and input ranges
+poison              fill bytes with NaN before they are written and after they are freed
+compare             run every op against its numpy kernel        noreuse  plan without reusing any byte
+norecord            run each call by itself, where stretches of them would be CUDA graphs
+calls               check the types of the arrays that kernels are given; of the environment only
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+from packtrain.common.errors import InputError
+
+FLAGS = (
+    "graph", "place", "plan", "time", "nan", "poison", "compare", "noreuse", "norecord", "calls",
+)  # fmt: skip
+_set: ContextVar[frozenset[str] | None] = ContextVar("debug", default=None)
+
+
+def flags() -> frozenset[str]:
+    """The current flags: those of the innermost `with debug(...)`, else of the environment."""
+    inner = _set.get()
+    return _parse(os.environ.get("PACKTRAIN_DEBUG", "")) if inner is None else inner
+
+
+@contextmanager
+def debug(text: str) -> Iterator[None]:
+    """`with debug("nan,poison"):` sets the flags for the block, in this thread.
+
+    They apply when an executor is created and when it runs.
+    """
+    token = _set.set(_parse(text))
+    try:
+        yield
+    finally:
+        _set.reset(token)
+
+
+@cache
+def _parse(text: str) -> frozenset[str]:
+    given = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
+    unknown = sorted(given - set(FLAGS))
+    if unknown:
+        raise InputError(
+            f"PACKTRAIN_DEBUG: {', '.join(unknown)} unknown; choose from {', '.join(FLAGS)}"
+        )
+    return given

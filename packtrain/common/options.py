@@ -1,0 +1,288 @@
+"""Settings as typed dataclasses: one declaration feeds the flags, the YAML file and the help.
+
+    @dataclass(frozen=True)
+    class Generate:
+        model: Path = positional("the model, a GGUF file")
+        temp: float = option(0.8, "temperature; 0 takes the likeliest token", flags="--temperature")
+
+A field `batch_size` is the flag `--batch-size` and the YAML key `batch_size`; a bool has `--x` and `--no-x`;
+`X | None` is unset by default; a tuple's flag may be repeated. A class with many options names those that a short
+help shows, in its order: `COMMON = "temp top_k seed"`.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+from packtrain.common.errors import InputError
+from packtrain.common.text import did_you_mean
+
+T = TypeVar("T")
+# headings of the help, in order
+GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
+METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+COLUMNS = "columns by other names: question=prompt,answer=completion; names with commas in quotes; common ones known"
+WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flags: str = "",
+    choices: Sequence[str] = (),
+    least: float | None = None,
+    most: float | None = None,
+    group: str = "",
+    metavar: str = "",
+) -> Any:
+    """A field with a default; `flags` are aliases, `least` and `most` bound a number.
+
+    `group` is its heading in the help (one of GROUPS), `metavar` the placeholder for its value.
+    """
+    about = {"help": help, "flags": flags.split(), "choices": choices, "bounds": (least, most)}
+    about |= {"group": group, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=about)
+
+
+# fields of one kind, under one heading
+DATA, MODEL = partial(option, group="data"), partial(option, group="model")
+TRAINING, LORA = partial(option, group="training"), partial(option, group="LoRA")
+SAMPLING, MEMORY = partial(option, group="sampling"), partial(option, group="memory")
+OUTPUT = partial(option, group="output and logging")
+
+
+def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
+    """A positional argument, required if it has no default."""
+    return dataclasses.field(default=default, metadata={"help": help, "positional": True})
+
+
+def required(help: str, *, flags: str = "", group: str = "") -> Any:
+    """A required flag or YAML key."""
+    return dataclasses.field(metadata={"help": help, "flags": flags.split(), "group": group})
+
+
+def options(cls: type) -> list["dataclasses.Field[Any]"]:
+    """The fields of a class that are declared as options."""
+    return [field for field in _fields(cls) if "help" in field.metadata]
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:
+    """Add the flags of a settings class by group, and `--config FILE`; returns the headings of the groups.
+
+    The namespace has only the flags that are given, as text; `from_flags` checks them.
+    """
+    types_, fields = _hints(cls), _fields(cls)
+    parser.add_argument(
+        "--config", metavar="FILE", help="read settings from a YAML file; flags override it"
+    )
+    used = {field.metadata.get("group", "") for field in fields}
+    homes = {group: parser.add_argument_group(group) for group in GROUPS if group in used}
+    for field in fields:
+        _add_flag(homes.get(field.metadata.get("group", ""), parser), field, types_[field.name])
+    return [*homes]
+
+
+def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]", hint: Any) -> None:
+    about, (kind, many) = field.metadata, _kind(hint)
+    rule: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
+    if about.get("positional"):
+        given = field.default is dataclasses.MISSING
+        nargs = ("+" if given else "*") if many else None if given else "?"
+        home.add_argument(field.name, metavar=field.name.upper(), nargs=nargs, **rule)
+        return
+    if kind is bool:
+        rule["action"] = argparse.BooleanOptionalAction
+    else:
+        choices = about.get("choices")
+        shown = f"{{{','.join(choices)}}}" if choices else METAVARS[kind]
+        rule |= {"metavar": about.get("metavar") or shown, "action": "append" if many else "store"}
+    names = [flag(field.name), *about["flags"]]
+    home.add_argument(*sorted(names, key=len), dest=field.name, **rule)
+
+
+def positionals(cls: type) -> list[str]:
+    """The positional arguments as a usage line shows them."""
+    types_ = _hints(cls)
+    named = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
+    shown = {n: f"{n.upper()} …" if _kind(types_[n])[1] else n.upper() for n in named}
+    given = dataclasses.MISSING
+    return [text if named[n] is given else f"[{text}]" for n, text in shown.items()]
+
+
+def flag(name: str) -> str:
+    """The flag of a setting: lora_rank is --lora-rank."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _help(field: "dataclasses.Field[Any]") -> str:
+    text, default = str(field.metadata["help"]).replace("%", "%%"), field.default
+    if default in (None, (), "", dataclasses.MISSING) or default is False:
+        return text
+    shown = (
+        " ".join(default) if isinstance(default, tuple) else "on" if default is True else default
+    )
+    return f"{text} (default: {shown})"
+
+
+def _kind(hint: Any) -> tuple[Any, bool]:
+    """The type of one value of a field, and whether it takes several."""
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True
+    if isinstance(hint, types.UnionType):
+        return next(t for t in typing.get_args(hint) if t is not type(None)), False
+    return hint, False
+
+
+def from_flags(cls: type[T], given: argparse.Namespace) -> T:
+    """Settings from a parsed command line: flags over the YAML file over defaults. Raises InputError."""
+    read = read_yaml(cls, given.config) if given.config else {}
+    flags = {f.name: getattr(given, f.name) for f in _fields(cls) if hasattr(given, f.name)}
+    return _complete(cls, clean(cls, read, str(given.config)) | clean(cls, flags))
+
+
+def from_values(cls: type[T], values: Mapping[str, Any], source: str | None) -> T:
+    """Settings from plain values, each checked against its field's type, choices and bounds. Raises InputError."""
+    return _complete(cls, clean(cls, values, source), source and "")
+
+
+def _complete(cls: type[T], values: Mapping[str, Any], source: str | None = "") -> T:
+    for f in _fields(cls):
+        if f.name not in values and f.default is dataclasses.MISSING:
+            raise InputError(f"{_place(f, source)} must be given: {f.metadata['help']}")
+    return cls(**values)
+
+
+def clean(cls: type, values: Mapping[str, Any], source: str | None = "") -> dict[str, Any]:
+    """The values converted to the types of their fields. Raises InputError naming the file, the flag or the keyword."""
+    hints = _hints(cls)
+    return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
+
+
+@cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@cache
+def _by_name(cls: type) -> Mapping[str, "dataclasses.Field[Any]"]:
+    return {field.name: field for field in _fields(cls)}
+
+
+def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
+    return dataclasses.fields(cls)
+
+
+def _place(field: "dataclasses.Field[Any]", source: str | None) -> str:
+    """Where a value comes from: `run.yaml: batch_size`, on the command line, "", `--batch-size` or `MODEL`, and in a
+    call from Python, None, `batch_size`."""
+    if source or source is None:
+        return f"{source}: {field.name}" if source else field.name
+    return field.name.upper() if field.metadata.get("positional") else flag(field.name)
+
+
+def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str | None) -> Any:
+    names = _by_name(cls)
+    field = names.get(name)
+    if field is None:
+        near = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+        raise InputError(f"{f'{source}: ' if source else ''}there is no setting {name}{near}")
+    kind, many = _kind(hints[name])
+    if many:
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_one(field, kind, v, source) for v in listed)
+    if value is None and field.default is None:
+        return None
+    return _one(field, kind, value, source)
+
+
+def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str | None) -> Any:
+    where, about = _place(field, source), field.metadata
+    if kind is Path and value == "":  # it would be the current folder
+        raise InputError(f"{where} is empty; give a name")
+    value = _converted(value, kind)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise InputError(f"{where} is {value!r}; it must be {WANTED.get(kind, 'text')}")
+    choices, (least, most) = about.get("choices"), about.get("bounds", (None, None))
+    if choices and value not in choices:
+        near = did_you_mean(value, choices)
+        raise InputError(f"{where} is {value}; it must be one of {', '.join(choices)}{near}")
+    if kind is float and not math.isfinite(value):
+        raise InputError(f"{where} is {value}; it must be finite")
+    if kind in (int, float) and not (
+        (least is None or value >= least) and (most is None or value <= most)
+    ):
+        raise InputError(f"{where} is {value}; it must be {_range(least, most)}")
+    return value
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """Convert text to a number or path, and an int to a float or text, as the field requires."""
+    if isinstance(value, str) and kind in (
+        int,
+        float,
+    ):  # a flag, or 1e-3, which YAML 1.1 reads as text
+        with suppress(ValueError):
+            return kind(value)
+    if isinstance(value, Real) and not isinstance(value, int | float):  # NumPy's
+        value = int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, int) and not isinstance(value, bool) and kind in (float, str):
+        with suppress(OverflowError):
+            return kind(value)
+    if isinstance(value, Path) and kind is str:
+        return str(value)
+    return Path(value) if kind is Path and isinstance(value, str) else value
+
+
+def _range(least: float | None, most: float | None) -> str:
+    if most is None:
+        return f"{least} or more"
+    return f"{most} or less" if least is None else f"from {least} to {most}"
+
+
+def yaml() -> Any:
+    """The package, which takes long to load and is needed rarely."""
+    return importlib.import_module("yaml")
+
+
+def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
+    """Settings in a YAML file, as plain values by name. Raises InputError."""
+    try:
+        values = yaml().safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"--config: {path} cannot be read: {str(error.strerror).lower()}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"--config: {path} is not UTF-8 text: {error}") from None
+    except yaml().YAMLError as error:
+        raise InputError(f"{path}: this is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise InputError(f"{path}: a settings file has lines like `lr: 0.001`")
+    return values
+
+
+def to_yaml(settings: Any) -> str:
+    """All settings of a run, as YAML that `--config` can read."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(v) for v in value]
+        return str(value) if isinstance(value, Path) else value
+
+    values = {f.name: plain(getattr(settings, f.name)) for f in _fields(type(settings))}
+    return str(yaml().safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def unescaped(text: str) -> str:
+    r"""The text with \n and \t, as typed on a command line, as a line feed and a tab."""
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")

@@ -1,0 +1,56 @@
+"""Wording of messages: plurals, "did you mean", and whether to use colour."""
+
+import os
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import TextIO
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """1 document, 2 documents, 1,000 matrices: `many` is the plural where it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def shortlist(names: Collection[str], most: int = 8, width: int = 40) -> str:
+    """The first few names, each shortened, and how many more there are."""
+    shown = [name if len(name) <= width else f"{name[:width]}…" for name in [*names][:most]]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{', '.join(shown)}{more}"
+
+
+def did_you_mean(given: str, known: Collection[str]) -> str:
+    """`; did you mean --memory?` with the closest known name, or an empty text."""
+    names = {name.lstrip("-"): name for name in known}  # dashes make all options alike
+    bare = given.lstrip("-").lower()
+    begun = sorted((name for name in names if bare and name.startswith(bare)), key=len)
+    found = begun or get_close_matches(bare, [*names], n=1, cutoff=0.65)
+    return f"; did you mean {names[found[0]]}?" if found else ""
+
+
+def long_context(ctx: int, own: int) -> str:
+    """Warning about a context longer than the one the model was trained on."""
+    return (
+        f"--ctx {ctx:,} is more than the model's own context of {plural(own, 'token')};"
+        " what it writes or predicts beyond that may be poor"
+    )
+
+
+def in_colour(stream: TextIO) -> bool:
+    """Whether to write colour to this stream: a terminal without NO_COLOR (https://no-color.org), or FORCE_COLOR."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def clock(seconds: float) -> str:
+    """83 -> '1:23', 3683 -> '1:01:23'."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def speed_text(tokens_per_second: float) -> str:
+    """Speed by all tokens that are computed, prompts and padding included."""
+    return f"{tokens_per_second:,.0f} tokens/s"

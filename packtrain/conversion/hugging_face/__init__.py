@@ -1,0 +1,121 @@
+"""Checkpoints in Hugging Face's layout (config.json, safetensors, tokenizer files) to GGUF files.
+
+Writes a file that llama.cpp loads, tensor by tensor: the model is never in memory as a whole.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.common.files import check_output
+from packtrain.conversion.hugging_face.checkpoint_folder import open_checkpoint
+from packtrain.conversion.hugging_face.config_translation import describe
+from packtrain.conversion.hugging_face.tensor_names import MXFP4, Blocks, Tensor
+from packtrain.conversion.hugging_face.vocabulary import vocabulary_of
+from packtrain.dtypes import DTYPES, Dtype, f16, f32
+from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
+from packtrain.inference.kv_cache import Context
+from packtrain.kernels import quantized_arrays
+from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
+from packtrain.models.model_file import open_model
+from packtrain.models.model_with_adapters import adapted, read_scaled
+
+__all__ = ["AUTO", "TYPES", "check_runs", "checkpoint_files", "convert"]
+
+AUTO = "auto"
+TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
+# llama.cpp accepts no others, nor what is no weight: biases, and decays and skips of scans
+ALWAYS_F32 = (
+    "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight",
+    FILTERS, SCAN_FILTERS, "altup_correct_coef.weight", "altup_predict_coef.weight",
+)  # fmt: skip
+HALF_MOST = 65_504.0
+
+
+def convert(
+    folder: Path,
+    path: Path,
+    dtype: str = AUTO,
+    overwrite: bool = True,
+    say: Callable[[str], object] = warnings.warn,
+) -> dict[str, Deferred | np.ndarray]:
+    """Write the checkpoint in `folder` to a GGUF file; returns the written tensors by name.
+
+    dtype      of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
+    overwrite  whether a file that is there may be replaced; those of the checkpoint never are
+    say        takes sentences about what the file's readers do otherwise than the checkpoint's
+    Raises InputError for what cannot be converted, before writing.
+    """
+    check_output(path, "-o", checkpoint_files(folder), overwrite)
+    checkpoint = open_checkpoint(folder)
+    found = describe(checkpoint)
+    chosen = str(found.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
+    metadata = {
+        **found.metadata,
+        "general.type": Value("string", "model"),
+        "general.name": Value("string", folder.resolve().name),
+        "general.file_type": Value("u32", DTYPES[chosen].file_type),
+        "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
+        **vocabulary_of(checkpoint, found.vocab_size, found.family, say),
+    }
+    tensors: dict[str, Deferred | np.ndarray] = {**found.computed}
+    for tensor in found.tensors:
+        tensors[tensor.name] = _deferred(tensor, _stored_as(tensor, DTYPES[chosen]))
+    write(path, metadata, tensors, check=lambda part: check_runs(part, path))
+    for note in checkpoint.config.notes:
+        say(f"{checkpoint.config.path}: {note}")
+    return tensors
+
+
+def check_runs(part: Path, path: Path, base: Path | None = None) -> None:
+    """Raise InputError unless packtrain opens this file, which will be `path`, and reads a token with it.
+
+    base  the file is an adapter of this model
+    """
+    try:
+        model = open_model(base or part)
+        model = adapted(model, read_scaled((f"{part}:1",), model.gguf)) if base else model
+        model.tokenizer()
+        sound = np.isfinite(Context(model, cells=1, cache="f32", prompts=(1,)).decode([0])).all()
+    except InputError as error:
+        raise InputError(str(error).replace(str(part), str(path))) from None
+    if not sound:
+        raise InputError(
+            f"{path}: a token gets logits that are not finite; the weights are not usable"
+        )
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files there, except models that were converted."""
+    return [path for path in folder.glob("*") if path.suffix != ".gguf"]
+
+
+def _stored_as(tensor: Tensor, dtype: Dtype) -> Dtype:
+    """The stored type of a tensor: vectors stay f32, rows that are not whole blocks become f16."""
+    if isinstance(tensor, Blocks):
+        return MXFP4
+    matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
+    if not matrix or tensor.name.endswith(ALWAYS_F32):
+        return f32
+    return f16 if tensor.shape[-1] % dtype.block else dtype
+
+
+def _deferred(tensor: Tensor, dtype: Dtype) -> Deferred:
+    def make() -> Iterator[np.ndarray]:
+        for values in tensor.values():
+            yield values if isinstance(tensor, Blocks) else _packed(tensor, values, dtype)
+
+    return Deferred(dtype, tensor.shape, make)
+
+
+def _packed(tensor: Tensor, values: np.ndarray, dtype: Dtype) -> np.ndarray:
+    where = f"{tensor.sources[0].path}: {tensor.sources[0].name}"
+    largest = float(np.abs(values).max(initial=0))
+    if not np.isfinite(largest):
+        raise InputError(f"{where} has values that are not finite; weights must be numbers")
+    if dtype is f16 and largest > HALF_MOST:
+        raise InputError(f"{where} has values up to {largest:.3g}, beyond f16; write bf16 or f32")
+    return quantized_arrays.quantize(values, dtype)

@@ -1,0 +1,61 @@
+"""A checkpoint folder in Hugging Face's layout: the values of config.json, and tensors."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face.plain_checkpoint import read_json
+from packtrain.conversion.hugging_face.safetensors import Stored, open_tensors
+from packtrain.models.arch.hf_config import Given
+
+CONFIG = "config.json"
+LANGUAGE = ("language_model.model.", "model.language_model.")  # prefixes in vision models
+OTHERS = (
+    "vision_tower.", "vision_model.", "visual.", "model.visual.", "mtp.", "model.mtp.",
+    "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+    "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+)  # fmt: skip
+UNUSED = ".rotary_emb.inv_freq"  # computed from the config
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The config and the tensors of the language model in a folder."""
+
+    folder: Path
+    kind: str
+    config: Given
+    tensors: dict[str, Stored]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder. Raises InputError if it is not a checkpoint of a language model."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: is not a folder; give the one with {CONFIG} and the tensors")
+    config = read_json(folder / CONFIG)
+    kinds = config.get("architectures")
+    if not isinstance(kinds, list) or not kinds or not isinstance(kinds[0], str):
+        raise InputError(f"{folder / CONFIG}: architectures must name the model's class")
+    if isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}
+    packed = config.get("quantization_config")
+    if packed and not (isinstance(packed, dict) and packed.get("quant_method") == "mxfp4"):
+        raise InputError(
+            f"{folder / CONFIG}: quantization_config is present; only weights in f32, f16 or bf16 and gpt-oss's MXFP4"
+            " are converted"
+        )
+    tensors: dict[str, Stored] = {}
+    for name, stored in open_tensors(folder).items():
+        if not name.startswith(OTHERS) and not name.endswith(UNUSED):
+            tensors[alone(name)] = stored
+    if not tensors:
+        raise InputError(f"{folder}: its files have no tensors of a language model")
+    return Checkpoint(folder, kinds[0], Given(folder / CONFIG, config), tensors)
+
+
+def alone(name: str) -> str:
+    """A tensor's name without the prefix of a vision model."""
+    for prefix in LANGUAGE:
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.")

@@ -1,0 +1,46 @@
+"""Text and JSON files of a checkpoint folder, untrusted: anything unexpected raises InputError."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from packtrain.common.errors import InputError
+
+
+def read_text(path: Path) -> str:
+    """A file of UTF-8. Raises InputError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: this is not UTF-8 text: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file. Raises InputError."""
+    return parsed(path, read_text(path), "this")
+
+
+def parsed(path: Path, text: str | bytes, what: str) -> dict[str, Any]:
+    """An object from JSON text; escaped lone surrogates are refused."""
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {what} is not JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: {what} must be a JSON object")
+    return value
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """The value if it is an object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """The value if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []

@@ -1,0 +1,247 @@
+"""The steps of a tokenizer.json: those that a GGUF vocabulary does, too; any other is refused by name.
+
+A GGUF names one of llama.cpp's pre-tokenizers (byte-level BPE), or has spaces as U+2581, with or without one before a
+text (SentencePiece's BPE). Its readers apply no normalizer.
+"""
+
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face.plain_checkpoint import as_list, as_object
+from packtrain.data.tokenizer.bpe import ALPHABET
+from packtrain.data.tokenizer.bpe_merges import merge
+from packtrain.data.tokenizer.split_rules import DIGITS_STEP, GPT_2_STEP, RULES, known_steps
+
+Step = Mapping[str, Any]
+Known = Mapping[str, Mapping[str, tuple[Any, ...]]]
+SPACE = "\u2581"
+SPACED = ({"String": " "},)
+BYTE_NAMES = [f"<0x{b:02X}>" for b in range(256)]
+IN_TEXTS = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes of UTF-8
+# by place and type: fields, and their values that a GGUF vocabulary means
+MODEL: dict[str, Known] = {
+    "model": {
+        "BPE": {"dropout": (None, 0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, "")}
+    },
+}  # fmt: skip
+OF_PIECES: dict[str, Known] = MODEL | {
+    "normalizer": {"NFC": {}, "Prepend": {"prepend": (SPACE,)}, "Replace": {"pattern": SPACED, "content": (SPACE,)}},
+    "pre_tokenizer": {
+        "Metaspace": {"replacement": (SPACE,), "prepend_scheme": ("always", "first", "never", None)},
+        "Split": {"pattern": SPACED, "behavior": ("MergedWithPrevious",), "invert": (False, None)},
+    },
+    "decoder": {
+        "ByteFallback": {}, "Fuse": {}, "Metaspace": {"replacement": (SPACE,)},
+        "Replace": {"pattern": ({"String": SPACE},), "content": (" ",)},
+        "Strip": {"content": (" ",), "start": (0, 1), "stop": (0,)},
+    },
+}  # fmt: skip
+OF_BYTES: dict[str, Known] = MODEL | {
+    "normalizer": {"NFC": {}}, "decoder": {"ByteLevel": {}},
+    "pre_tokenizer": {
+        "ByteLevel": {"add_prefix_space": (False, None)}, "Digits": {}, "Punctuation": {"behavior": ("Contiguous",)},
+        "Split": {"behavior": ("Isolated", "Removed", None)},
+    },
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Steps:
+    """What a tokenizer.json does, as far as a GGUF vocabulary does it.
+
+    merges   in their order
+    pieces   tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
+    pre      the name of the pre-tokenizer
+    space    a space is put before a text
+    replaces  a normalizer writes spaces as U+2581, before tokens with normalized: true are found
+    notes    what readers of the GGUF do otherwise
+    frames   texts around a special token that both read alike
+    alike    gives a text without what both read otherwise
+    """
+
+    merges: list[tuple[str, str]]
+    pieces: bool = True
+    pre: str = "default"
+    space: bool = False
+    replaces: bool = False
+    notes: list[str] = field(default_factory=list)
+    frames: tuple[str, ...] = ("{}", "a{}b", "x {} y {}")
+    alike: Callable[[str], str] = str
+
+
+def read_steps(path: Path, fast: Step) -> Steps:
+    """The steps of a tokenizer.json. Raises InputError for those that a GGUF vocabulary does not have."""
+    model, places = as_object(fast.get("model")), ("normalizer", "pre_tokenizer", "decoder")
+    flat = {place: flattened(path, place, fast.get(place)) for place in places}
+    spelled = any(step["type"] == "ByteLevel" for step in flat["pre_tokenizer"])
+    for place, known in (OF_BYTES if spelled else OF_PIECES).items():
+        _check(path, place, flat.get(place, [{"type": "BPE"} | model]), known)
+    merges = _merges(as_list(model.get("merges")))
+    if not isinstance(model.get("vocab"), dict) or "merges" not in model or merges is None:
+        raise InputError(f"{path}: model must be a BPE with vocab and merges")
+    before = [step["type"] for step in flat["normalizer"]]
+    steps = Steps(merges, replaces="Replace" in before)
+    (_read_bytes if spelled else _read_pieces)(path, fast, steps, before, flat["pre_tokenizer"])
+    _check_added(path, fast, steps, before)
+    if "NFC" in before:
+        alike = steps.alike
+        steps.notes.append("normalizer NFC is not applied by readers of GGUF: compose accents")
+        steps.alike = lambda text: alike(unicodedata.normalize("NFC", text))
+    cut = (key for key in ("truncation", "padding") if fast.get(key))
+    steps.notes += [f"{key} is left out: texts are encoded as a whole" for key in cut]
+    decoded = {step["type"] for step in flat["decoder"]}
+    right = ("ByteLevel",) if spelled else ("ByteFallback", "Replace or Metaspace")
+    if decoded and not all(decoded & {*name.split(" or ")} for name in right):
+        raise InputError(
+            f"{path}: decoder must have {' and '.join(right)}, as this vocabulary spells texts"
+        )
+    return steps
+
+
+def _check_added(path: Path, fast: Step, steps: Steps, before: list[str]) -> None:
+    """Refuse added tokens that readers of the file find elsewhere, or as other ids."""
+    vocabulary = fast["model"]["vocab"]
+    next_id = len(vocabulary)
+    for token in map(as_object, as_list(fast.get("added_tokens"))):
+        text = str(token.get("content"))
+        id = vocabulary.get(text, next_id)
+        next_id = max(next_id, id + 1) if type(id) is int else next_id
+        if token.get("id") != id:
+            raise InputError(
+                f"{path}: added token {text!r} has id {token.get('id')!r}, and its readers give it {id}, the next one"
+                " or the vocabulary's; both must be the same"
+            )
+        changed = "Prepend" in before or (steps.replaces and " " in text)
+        changed |= "NFC" in before and unicodedata.normalize("NFC", text) != text
+        if token.get("normalized") is True and changed:
+            raise InputError(
+                f"{path}: added token {text!r} is found after normalizer has changed it; a GGUF vocabulary finds tokens"
+                " as they are written: its normalized must be false"
+            )
+
+
+def flattened(path: Path, place: str, given: Any) -> list[Step]:
+    """The steps of a place in order, each with a type."""
+    if given is None:
+        return []
+    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+        raise InputError(
+            f"{path}: {place} has {str(given)[:80]!r}; a step is an object with a type"
+        )
+    if given["type"] != "Sequence":
+        return [given]
+    listed: Iterable[Any] = next((as_list(given[key]) for key in given if key != "type"), [])
+    return [step for one in listed for step in flattened(path, place, one)]
+
+
+def _check(path: Path, place: str, steps: list[Step], known: Known) -> None:
+    for step in steps:
+        kind = str(step.get("type"))
+        if kind not in known:
+            right = f"only {', '.join(known)} can be converted"
+            raise InputError(
+                f"{path}: {place} is {kind}, which a GGUF vocabulary does not have; {right}"
+            )
+        if kind not in ("Digits", "Split") and sum(one.get("type") == kind for one in steps) > 1:
+            raise InputError(f"{path}: {place} has {kind} twice; a GGUF vocabulary has it once")
+        for name, values in known[kind].items():
+            if step.get(name) not in values:
+                raise InputError(
+                    f"{path}: {place} {kind}: {name} is {str(step.get(name))[:60]!r}; it must be"
+                    f" {' or '.join(map(repr, values))}, as in GGUF vocabularies"
+                )
+
+
+def _merges(listed: list[Any]) -> list[tuple[str, str]] | None:
+    """Pairs, as lists or as two words with a space between."""
+    pairs = [m.split(" ") if isinstance(m, str) else as_list(m) for m in listed]
+    sound = all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], str) for p in pairs)
+    return [(p[0], p[1]) for p in pairs] if sound else None
+
+
+# ---- SentencePiece's BPE -------------------------------------------------------------------------------------
+
+
+def _read_pieces(path: Path, fast: Step, steps: Steps, before: list[str], cuts: list[Step]) -> None:
+    vocabulary = fast["model"]["vocab"]
+    missing = next((name for name in BYTE_NAMES if name not in vocabulary), "")
+    meta = next((step for step in cuts if step["type"] == "Metaspace"), {})
+    inner = next((text for text in vocabulary if SPACE in text[1:]), None)
+    split = bool(meta) and meta.get("split", True) is not False
+    for wrong, text in (
+        (fast["model"].get("byte_fallback") is not True, "model.byte_fallback must be true if no step is ByteLevel"),
+        (missing, f"byte {missing} is no token; a GGUF vocabulary has all bytes"),
+        (not steps.replaces and (not meta or len(cuts) > 1), "normalizer must have Replace, or pre_tokenizer"
+         " Metaspace: in GGUF vocabularies spaces are U+2581"),
+        (split and inner, f"Metaspace must have split: false, since a GGUF vocabulary finds {inner!r} across words"),
+    ):  # fmt: skip
+        if wrong:
+            raise InputError(f"{path}: {text}")
+    _check_made(path, fast, steps, fast["model"].get("ignore_merges") is True)
+    steps.space = "Prepend" in before
+    old = "never" if meta.get("add_prefix_space") is False else "always"
+    scheme = meta.get("prepend_scheme") or old
+    if meta and not steps.space and scheme != "never":
+        first = scheme == "first"
+        steps.space, steps.frames = True, ("{}", "a{}") if first else ("{}", "a{}b")
+        note = "pre_tokenizer Metaspace puts a space before texts that have none; readers of GGUF always put one"
+        steps.notes.append(note + ", also after special tokens" * first)
+        steps.alike = lambda text: text.lstrip(f" {SPACE}")
+
+
+# ---- byte-level BPE ------------------------------------------------------------------------------------------
+
+
+def _read_bytes(path: Path, fast: Step, steps: Steps, before: list[str], cuts: list[Step]) -> None:
+    model = fast["model"]
+    gone = next((b for b in IN_TEXTS if ALPHABET[b] not in model["vocab"]), None)
+    if gone is not None and model.get("unk_token") is not None:
+        raise InputError(f"{path}: byte {gone} has no token; a GGUF vocabulary has all bytes")
+    patterns, known = tuple(filter(None, (_pattern(path, step) for step in cuts))), known_steps()
+    if patterns not in known:
+        names = dict.fromkeys(name for alike in known.values() for name in alike.values())
+        raise InputError(
+            f"{path}: pre_tokenizer splits words by {' '.join(map(repr, patterns))[:200]}; only those of"
+            f" {', '.join(names)} are known"
+        )
+    whole, other = model.get("ignore_merges") is True, next(iter(known[patterns].values()))
+    steps.pieces, steps.pre = False, known[patterns].get(whole, other)
+    rule = RULES[steps.pre]
+    if cuts[-1]["type"] != "ByteLevel" and steps.pre != "falcon":
+        raise InputError(f"{path}: pre_tokenizer must end with ByteLevel for {steps.pre}")
+    _check_made(path, fast, steps, whole is not bool(rule.whole))
+    if rule.patterns != patterns:
+        steps.alike = lambda text: text if text.isascii() else ""
+        steps.notes.append(
+            f"llama.cpp's pre-tokenizer {steps.pre} splits some words beyond ASCII elsewhere, at capitals, marks or"
+            " digits"
+        )
+
+
+def _pattern(path: Path, step: Step) -> str:
+    """The pattern by which a step splits; nothing if it does not."""
+    kind = step["type"]
+    if kind == "ByteLevel":
+        return GPT_2_STEP if step.get("use_regex", True) is not False else ""
+    pattern = str(as_object(step.get("pattern")).get("Regex"))
+    whole = step.get("invert") is True and pattern.endswith(r"|\s+")  # nothing lies between
+    if step.get("behavior") == "Removed" and not whole:
+        raise InputError(f"{path}: pre_tokenizer Split drops text; its behavior must be Isolated")
+    individual = kind == "Digits" and step.get("individual_digits") is True
+    return pattern if kind == "Split" else DIGITS_STEP if individual else str(kind)
+
+
+def _check_made(path: Path, fast: Step, steps: Steps, differ: bool) -> None:
+    """Refuse tokens that merges do not make, if file and GGUF differ in whether such words are tokens."""
+    ranks = {(a.encode(), b.encode()): i for i, (a, b) in reversed([*enumerate(steps.merges)])}
+    added = {as_object(token).get("content") for token in as_list(fast.get("added_tokens"))}
+    for text in set(fast["model"]["vocab"]) - added - {*BYTE_NAMES} if differ else ():
+        if len(merge([c.encode() for c in text], lambda a, b: ranks.get((a, b)))) > 1:
+            raise InputError(
+                f"{path}: model.ignore_merges must be {not fast['model'].get('ignore_merges')}, as for"
+                f" {steps.pre} in GGUF vocabularies, since merges do not make the token {text!r}"
+            )

@@ -1,0 +1,344 @@
+"""Reads and writes PEFT adapters: a folder of adapter_config.json and adapter_model.safetensors.
+
+The base determines the names of the matrices in a checkpoint, and whose rows are permuted in GGUF files. Refuses what
+a GGUF adapter cannot hold (DoRA, biases, whole modules).
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.common.files import write_text
+from packtrain.conversion.hugging_face.checkpoint_folder import alone
+from packtrain.conversion.hugging_face.plain_checkpoint import as_list, as_object, read_json
+from packtrain.conversion.hugging_face.safetensors import Stored, open_file, write_file
+from packtrain.conversion.hugging_face.tensor_names import halved, order, paired, turned_heads
+from packtrain.dtypes import WRITABLE
+from packtrain.kernels.quantized_arrays import dequantize, quantize
+from packtrain.models.adapter_file import Adapter, Pair
+from packtrain.models.arch.architecture import Spans, is_matrix
+from packtrain.models.lora import EMBEDDING
+from packtrain.models.model_file import ModelFile
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+HALF = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?"
+)
+STORED = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight")
+HEAD = "lm_head"
+# every field of PEFT's configuration: those that count, those without effect on what a trained adapter adds, and those
+# with which a folder holds more than A and B, or uses them differently
+FIELDS = {
+    "honoured": """peft_type bias init_lora_weights lora_alpha alpha_pattern use_rslora target_modules exclude_modules
+        layers_to_transform layers_pattern""",
+    "without effect": """r rank_pattern lora_dropout fan_in_fan_out inference_mode task_type base_model_name_or_path
+        revision auto_mapping peft_version megatron_core runtime_config qalora_group_size loftq_config eva_config
+        corda_config lora_ga_config velora_config""",
+    "refused": """use_dora modules_to_save lora_bias layer_replication trainable_token_indices target_parameters
+        use_qalora alora_invocation_tokens megatron_config use_bdlora arrow_config kasa_config monteclora_config
+        ensure_weight_tying""",
+}  # fmt: skip
+FIELD_KINDS = {name: kind for kind, names in FIELDS.items() for name in names.split()}
+OFF: tuple[Any, ...] = None, False, "", [], {}
+# what A and B begin with while the base stays as it is; all others take it out of the base when an adapter is loaded
+STARTS = None, True, False, "true", "gaussian", "orthogonal", "eva", "lora_ga"
+EXACT, ROWS = 1e-9, 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a matrix of the checkpoint is in the base: its tensor, its expert, and its heads if rows are permuted.
+
+    spans  rows of the checkpoint in the order of the base, each (from, to); none: they are in that order; and ...
+    columns  ... columns
+    """
+
+    tensor: str
+    expert: int | None = None
+    heads: int = 0
+    spans: Spans = ()
+    columns: Spans = ()
+
+    def here(self, a: np.ndarray, b: np.ndarray) -> Pair:
+        """A and B as the base orders its columns and rows."""
+        a = a[:, order(self.columns)] if self.columns else a
+        if self.heads and len(b) % (2 * self.heads) == 0:
+            return a, paired(b, self.heads)
+        return a, b[order(self.spans)] if self.spans else b
+
+    def there(self, a: np.ndarray, b: np.ndarray) -> Pair:
+        """A and B as the checkpoint orders its columns and rows."""
+        a = a[:, np.argsort(order(self.columns))] if self.columns else a
+        if self.heads:
+            return a, halved(b, self.heads)
+        return a, b[np.argsort(order(self.spans))] if self.spans else b
+
+
+def places(model: ModelFile) -> dict[str, Place]:
+    """The matrices that can have adapters, by the name of their module in a checkpoint of this model."""
+    c, entries, found_places = model.config, model.gguf.entries, dict[str, Place]()
+    if any(family.scaled for family in c.traits.families):
+        raise InputError(
+            f"{model.gguf.path}: the multipliers of a {c.architecture} are in its matrices, so adapters of PEFT, which"
+            " are beside them, do not fit"
+        )
+    for family, i in ((f, i) for f in c.traits.families for i in range(c.block_count)):
+        at, heads = f"{family.names.prefix}{family.names.blocks}.{i}", turned_heads(c, family)
+        for module, part in family.block.items():
+            tensor = f"blk.{i}.{part}.weight"
+            if (
+                tensor in entries
+                and is_matrix(tensor, entries[tensor].shape)
+                and "{}" not in module
+            ):
+                moved = family.spans(c).get(part, ()), family.columns(c).get(part, ())
+                found_places[f"{at}.{module}"] = Place(tensor, None, heads.get(part, 0), *moved)
+        for module, part in family.experts.matrices.items() if family.experts else ():
+            for e in range(c.expert_count):
+                name = f"{at}.{module.format(e)}"
+                found_places[name] = Place(f"blk.{i}.{part}.weight", e)
+    if not c.tied:  # otherwise an adapter of one would change the other, too
+        found_places |= {name: Place(EMBEDDING) for name in _embeddings(model)}
+        found_places[HEAD] = Place("output.weight")
+    return found_places
+
+
+def _embeddings(model: ModelFile) -> list[str]:
+    """The embedding's names in checkpoints of this model."""
+    families = model.config.traits.families
+    return [f"{family.names.prefix}{family.names.embedding}" for family in families]
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def read_peft(folder: Path, model: ModelFile) -> Adapter:
+    """The adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot hold."""
+    config = _config(folder / CONFIG)
+    halves = _halves(folder / TENSORS, config, model)
+    alpha, found = 0.0, dict[str, dict[int | None, Pair]]()
+    known = places(model)
+    for module, (a, b) in halves.items():
+        place, rank = known[module], b.shape[-1]
+        by = _scale(folder / CONFIG, config, module, rank)
+        alpha = alpha or by * rank
+        if abs(by * rank / alpha - 1) > EXACT:  # a GGUF adapter has one alpha
+            b = b * np.float32(by * rank / alpha)
+        a = a.T if place.tensor == EMBEDDING else a
+        found.setdefault(place.tensor, {})[place.expert] = place.here(a, b)
+    count = model.config.expert_count
+    pairs = {name: _stacked(folder / TENSORS, name, of, count) for name, of in found.items()}
+    return Adapter(model.config.architecture, alpha, pairs)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The configuration; every field is honoured, without effect, or refused unless it is off."""
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise InputError(f"{path}: peft_type is {config.get('peft_type')!r}; it must be 'LORA'")
+    for key, value in config.items():
+        kind = FIELD_KINDS.get(key)
+        if kind in ("honoured", "without effect") or _is_any(value, OFF):
+            continue
+        known = "which an adapter file cannot hold" if kind else "unknown to packtrain"
+        raise InputError(f"{path}: {key} is set, {known}; merge it with PEFT instead")
+    if config.get("bias") not in (None, "none"):
+        raise InputError(f"{path}: bias is {config['bias']!r}; an adapter file holds no biases")
+    start = config.get("init_lora_weights")
+    if not _is_any(start, STARTS):
+        raise InputError(
+            f"{path}: init_lora_weights is {start!r}: PEFT takes A and B out of the base's matrices when it loads this"
+            " adapter, so it does not fit the base as it is; save it with PEFT's save_pretrained(FOLDER,"
+            " path_initial_model_for_weight_conversion=FOLDER_BEFORE_TRAINING), or merge it with PEFT"
+        )
+    return config
+
+
+def _is_any(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether the value is one of these, with 0 and 1 apart from False and True."""
+    return any(type(value) is type(other) and value == other for other in allowed)
+
+
+def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
+    """Raise InputError for a module that is not among the targets: PEFT leaves its A and B out."""
+
+    def names(key: str) -> bool:
+        listed = config.get(key)
+        if isinstance(listed, str):
+            return listed == "all-linear" or _matches(path, key, listed, module)
+        return any(f".{module}".endswith(f".{name}") for name in as_list(listed))
+
+    def layer() -> bool:
+        listed, inside = (config.get(f"layers_{end}") for end in ("to_transform", "pattern"))
+        inside = [inside] if isinstance(inside, str) else as_list(inside)
+        every = "|".join(re.escape(str(name)) for name in inside) or "[^.]*"
+        place = re.fullmatch(rf".*\.(?:{every})\.([0-9]+)\..*", f".{module}.")
+        listed = listed if isinstance(listed, list) else [listed]
+        return listed == [None] or bool(place and int(place[1]) in listed)
+
+    targeted = not config.get("target_modules") or (names("target_modules") and layer())
+    if not targeted or names("exclude_modules"):
+        raise InputError(
+            f"{path}: {module} has A and B, and target_modules, exclude_modules or layers_to_transform leave it out;"
+            " PEFT would not use them: remove one or the other"
+        )
+
+
+def _matches(path: Path, key: str, pattern: str, module: str) -> bool:
+    try:
+        return re.fullmatch(pattern, module) is not None
+    except re.error:
+        raise InputError(f"{path}: {key}: {pattern!r} is not a regular expression") from None
+
+
+def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
+    """The scale of B A in this module."""
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in as_object(config.get("alpha_pattern")).items():
+        if _matches(path, "alpha_pattern", rf"(.*\.)?({pattern})", module):
+            alpha = value
+            break
+    if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha == 0:
+        raise InputError(
+            f"{path}: lora_alpha of {module} is {alpha!r}; it must be a number other than 0"
+        )
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
+    """A and B of each module, f32; a copy of the base's embedding or head may be beside them."""
+    found = dict[str, dict[str, np.ndarray]]()
+    known = places(model)
+    for name, stored in open_file(path).items():
+        parts = HALF.fullmatch(name)
+        if parts is None and _is_copy(path, name, stored, model):
+            continue
+        if parts is None:
+            raise InputError(
+                f"{path}: tensor {name} is neither A nor B of a LoRA adapter; nothing else is supported"
+            )
+        module = alone(parts[1])
+        if module not in known:
+            raise InputError(f"{path}: {_unknown(module, model)}")
+        _check_target(path.with_name(CONFIG), config, parts[1])
+        values = dequantize(stored.array())
+        if values.ndim != 2 or 0 in values.shape or not np.isfinite(values).all():
+            raise InputError(
+                f"{path}: {name} is {[*values.shape]}; it must be a matrix of finite numbers"
+            )
+        found.setdefault(module, {})[parts[2]] = values
+    for module, halves in found.items():
+        if len(halves) < 2 or halves["A"].shape[0] != halves["B"].shape[1]:
+            raise InputError(f"{path}: {module} must have A of [rank, …] and B of […, rank]")
+    if not found:
+        raise InputError(f"{path}: there are no tensors; an adapter has A and B of some matrices")
+    return {module: (halves["A"], halves["B"]) for module, halves in found.items()}
+
+
+def _is_copy(path: Path, name: str, stored: Stored, model: ModelFile) -> bool:
+    """Whether a tensor is the base's embedding or head, which PEFT saves beside adapters of them."""
+    parts = STORED.fullmatch(name)
+    module = alone(parts[1]) if parts else ""
+    if module not in (*_embeddings(model), HEAD):
+        return False
+    tensor = EMBEDDING if model.config.tied or module != HEAD else "output.weight"
+    base, values, entry = model.gguf.array(tensor), stored.array(), model.gguf.entries[tensor]
+    if (
+        entry.shape != values.shape
+        or entry.dtype not in WRITABLE
+        or any(
+            quantize(dequantize(values[i : i + ROWS]), entry.dtype).tobytes()
+            != base[i : i + ROWS].tobytes()
+            for i in range(0, len(values), ROWS)
+        )
+    ):
+        raise InputError(
+            f"{path}: {name} is not {tensor} of {model.gguf.path} as {entry.dtype}: the adapter brings its own;"
+            " use the adapter's base, not quantized, or merge it with PEFT"
+        )
+    return True
+
+
+def _unknown(module: str, model: ModelFile) -> str:
+    if module in (*_embeddings(model), HEAD):
+        return f"{module} is adapted, but {model.gguf.path} has one matrix for embedding and head; merge it with PEFT"
+    return f"{module} is not a matrix of {model.gguf.path}, a {model.config.architecture}; use the adapter's base"
+
+
+def _stacked(path: Path, name: str, found: Mapping[int | None, Pair], count: int) -> Pair:
+    """The pair of a matrix, or those of all experts stacked, with zeros for experts without one."""
+    if None in found:
+        return found[None]
+    first = next(iter(found.values()))
+    if any(
+        one.shape != other.shape
+        for pair in found.values()
+        for one, other in zip(pair, first, strict=True)
+    ):
+        raise InputError(
+            f"{path}: the experts of {name} have other shapes or ranks; they must be equal"
+        )
+    nothing = tuple(np.zeros_like(half) for half in first)
+    a, b = zip(*(found.get(e, nothing) for e in range(count)), strict=True)
+    return np.stack(a), np.stack(b)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
+    """Write an adapter of this base as a PEFT folder; returns the number of tensors.
+
+    Raises InputError for matrices that no checkpoint has, or a folder that cannot be created.
+    """
+    known = {module: p for module, p in places(model).items() if p.tensor in adapter.pairs}
+    missing = adapter.pairs.keys() - {place.tensor for place in known.values()}
+    if missing:
+        raise InputError(
+            f"{model.gguf.path}: {min(missing)} has no name of its own in a checkpoint of this model"
+        )
+    tensors = dict[str, np.ndarray]()
+    for module, place in known.items():
+        a, b = adapter.pairs[place.tensor]
+        if place.expert is not None:
+            a, b = a[place.expert], b[place.expert]
+        embeds = place.tensor == EMBEDDING
+        a, b = place.there(a, b)
+        a = a.T if embeds else a
+        for half, values in (("A", a), ("B", b)):
+            suffix = f"lora_embedding_{half}" if embeds else f"lora_{half}.weight"
+            tensors[f"base_model.model.{module}.{suffix}"] = values
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / TENSORS, tensors)
+    write_text(folder / CONFIG, json.dumps(_described(adapter, known), indent=2) + "\n")
+    return len(tensors)
+
+
+def _described(adapter: Adapter, known: Mapping[str, Place]) -> dict[str, Any]:
+    """The adapter_config.json with which PEFT computes the same."""
+    ranks = {module: adapter.pairs[place.tensor][1].shape[-1] for module, place in known.items()}
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    others = {re.escape(module): r for module, r in ranks.items() if r != rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": adapter.alpha or rank,
+        "rank_pattern": others,
+        "alpha_pattern": {} if adapter.alpha else others,
+        "target_modules": list(known),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+    }

@@ -1,0 +1,114 @@
+"""The parent's side: the chat template of a file, and a child process that renders it."""
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from packtrain.common.errors import InputError
+from packtrain.data.chat_template.template_families import KEY
+
+SECONDS, MEMORY = 10.0, 512 << 20
+
+
+class TemplateError(InputError):
+    """A chat template that cannot be used, or messages that it rejects."""
+
+
+def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | None:
+    """The chat template of a GGUF file, or its template for tools if `tools` and there is one; None if it has none."""
+    names = [KEY, f"{KEY}.default"]
+    if tools:
+        names.insert(0, f"{KEY}.tool_use")
+    found = next((metadata[name] for name in names if name in metadata), None)
+    if found is not None and not isinstance(found, str):
+        raise TemplateError(f"{KEY} is not a text; it must be a Jinja template")
+    return found
+
+
+class ChatTemplate:
+    """A template with the texts of the BOS and EOS tokens.
+
+    seconds  time limit of rendering, including the start of the child
+    memory   bytes that rendering may take
+    """
+
+    def __init__(
+        self, source: str, bos: str = "", eos: str = "", seconds: float = SECONDS, memory: int = MEMORY
+    ) -> None:  # fmt: skip
+        self._source, self._seconds, self._memory = source, seconds, memory
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation; more: other variables. Raises TemplateError, whatever the template does."""
+        variables = {**(more or {}), **self._tokens} | {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if self._child is None:
+            self._child = _start(self._source, self._memory)
+            weakref.finalize(self, _end, self._child)
+        reply = self._ask(self._child, json.dumps(variables).encode())
+        if len(reply) > 1:
+            raise TemplateError(f"the chat template: {' '.join(reply[1].split())}")
+        text: str = reply[0]
+        return text
+
+    def _ask(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
+        """The child's answer; kills it if it takes too long."""
+        assert child.stdin and child.stdout
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(self._seconds, end)
+        timer.start()
+        try:
+            child.stdin.write(line + b"\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            timer.cancel()
+        if answer:
+            reply: list[str] = json.loads(answer)
+            return reply
+        _end(child)
+        self._child = None
+        took = f"took longer than {self._seconds:g} s" if late.is_set() else "ended its process"
+        raise TemplateError(f"the chat template {took}")
+
+
+def _start(source: str, memory: int) -> subprocess.Popen[bytes]:
+    # -P: do not import from the folder of the file
+    child = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("template_renderer.py")), str(memory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert child.stdin
+    child.stdin.write(json.dumps(source).encode() + b"\n")
+    return child
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill the process and close its pipes."""
+    with suppress(BrokenPipeError), child:
+        child.kill()

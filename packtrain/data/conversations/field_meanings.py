@@ -1,0 +1,95 @@
+"""Columns of rows and keys of messages to which other tools give a meaning: honoured, or the row is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from packtrain.common.errors import InputError
+from packtrain.common.text import shortlist
+
+# keys of a message by the tools that read them: with 0 or false a turn is context, with 1 or true it is trained on
+LOSS = {
+    "weight": "OpenAI and mistral-finetune", "train": "Axolotl", "training": "Axolotl", "trainable": "several tools",
+    "loss": "ms-swift and XTuner", "loss_mask": "several tools", "step_loss_mask": "slime",
+}  # fmt: skip
+EMPTY = ("none", "", "[]", "{}")
+TRUE, FALSE, ANY = ("true", "1", "1.0"), ("false", "0", "0.0"), ()
+Table = dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]]
+
+
+def _table(*rows: tuple[str, str, str, tuple[str, ...], tuple[str, ...]]) -> Table:
+    """From names, tools, what these read, values that are refused (ANY: all others), and those that change nothing."""
+    return {name: row[1:] for row in rows for name in row[0].split()}
+
+
+MEDIA = "image images video videos audio audios objects"
+UNWANTED = "marks answers that are not wanted, for which there is no loss"
+PROMPT, PARTS = "is part of the prompt, where it must stand", "says which parts are trained on"
+LABEL = _table(("label", "TRL's KTO and ms-swift", UNWANTED, FALSE, ()))  # other values are classes
+ROW = _table(
+    ("kto_tag", "LLaMA-Factory", UNWANTED, ANY, TRUE),
+    (" ".join(LOSS), "Axolotl and others", "says that it is not trained on", FALSE, ()),
+    ("weight sample_weight loss_weight loss_scale", "Fireworks and ms-swift", "weighs the loss", ANY, TRUE),
+    (MEDIA, "TRL, LLaMA-Factory and ms-swift", "is no text, and this model reads text only", ANY, ()),
+    ("input_ids attention_mask completion_mask assistant_masks position_ids", "TRL", "has tokens or masks", ANY, ()),
+    ("ref_chosen_logps ref_rejected_logps", "TRL", "is the reference, which the base is here", ANY, ()),
+    ("margin", "TRL and ms-swift", "says how much better the chosen answer is", ANY, ()),
+    ("chat_template chat_template_kwargs", "TRL", "changes the chat template", ANY, ()),
+    ("completions", "TRL", "has the steps of an answer", ANY, ()),
+    ("documents", "transformers", PROMPT, ANY, ()),
+    ("choices passage article", "Axolotl and lm-evaluation-harness", PROMPT, ANY, ()),
+    ("reflection corrected", "Axolotl", "is part of the answer, where it must stand", ANY, ()),
+    ("segments", "Axolotl", PARTS, ANY, ()),
+    ("rejected_messages positive_messages negative_messages", "ms-swift", "has other answers", ANY, ()),
+    ("preferred_output non_preferred_output", "OpenAI", "has other answers", ANY, ()),
+    ("function_call", "OpenAI", "says which function is called", ANY, ("auto",)),
+    ("mask", "NeMo", "says whose turns are not trained on", ANY, ("user", "human")),
+    ("system tools history chosen rejected", "packtrain", "belongs to rows of another form", ANY, ()),
+)  # fmt: skip
+CONTEXT = _table(("context", "packtrain", PROMPT, ANY, ()))  # beside messages
+BESIDE = _table(
+    ("instruction question query request", "packtrain", "is another question; --columns NAME=prompt joins it", ANY, ()),
+    ("answer response output reply", "packtrain", "is another answer; --columns NAME=completion takes it", ANY, ()),
+)  # fmt: skip
+PART = _table((" ".join(LOSS), "Axolotl", PARTS, ANY, TRUE))  # of a message's content
+MESSAGE = _table(
+    (MEDIA, "Ollama, OpenAI and TRL", "is no text, and this model reads text only", ANY, ()),
+    ("documents", "Cohere", PROMPT, ANY, ()),
+    ("tool_plan", "Cohere", "is part of the answer; it must be in the content", ANY, ()),
+    ("channel", "gpt-oss", "tells thoughts from answers; thoughts are reasoning_content", ANY, ("final",)),
+    ("recipient", "gpt-oss", "says what is called; calls are tool_calls", ANY, ("all",)),
+)  # fmt: skip
+TURN = MESSAGE | _table(
+    ("refusal", "OpenAI", "is the answer; it must be in the content", ANY, ()),
+    ("train_detail", "Axolotl", PARTS, ANY, ()),
+    ("loss_scale", "ms-swift", "weighs the loss", ANY, TRUE),
+    ("masked", "torchtune", "says what is not trained on; weight says so, too", ANY, FALSE),
+    ("eot", "torchtune", "says whether the turn ends", ANY, TRUE),
+    ("ipython", "torchtune", "says what is called; calls are tool_calls", ANY, FALSE),
+    ("label", "NeMo", PROMPT, ANY, ()),
+)  # fmt: skip
+
+
+def check(values: Mapping[str, Any], where: str, table: Table) -> None:
+    """Raises InputError for the first value whose meaning would be passed over."""
+    for name in sorted(values.keys() & table.keys()):
+        tools, words, harmful, harmless = table[name]
+        text = str(values[name]).strip().lower()
+        if text in (harmful or {text}) and text not in (*EMPTY, *harmless):
+            fact = f"{where}: {name} is {shortlist([str(values[name])])}"
+            raise InputError(
+                fact, f"in data of {tools} it {words}; remove it if it means something else"
+            )
+
+
+def weight_of(turn: Mapping[str, Any], role: str, at: str) -> dict[str, int]:
+    """The weight of a message, 1 or 0, by any key of LOSS, or nothing. Raises InputError."""
+    values = {key: turn[key] for key in LOSS if turn.get(key) is not None}
+    for key, value in values.items():
+        if value not in (0, 1):
+            raise InputError(f"{at}: {key} is {value!r}", "it must be 0 or 1")
+        if value and role != "assistant":
+            fact = f"{at}: {key} is {value!r} for the {role}"
+            raise InputError(fact, "only the assistant's turns are trained on")
+    if len(set(values.values())) > 1:
+        raise InputError(f"{at}: {' and '.join(values)} contradict each other")
+    return {"weight": int(next(iter(values.values())))} if values else {}

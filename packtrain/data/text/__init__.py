@@ -1,0 +1,7 @@
+"""Turns text files into memory-mapped token files; the heavy part runs in a child process and is cached."""
+
+from packtrain.data.text.corpus_cache import Corpus, prepare
+from packtrain.data.text.documents import Text
+from packtrain.data.text.token_files import Tokens
+
+__all__ = ["Corpus", "Text", "Tokens", "prepare"]

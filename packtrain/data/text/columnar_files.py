@@ -1,0 +1,114 @@
+"""Rows of files that optional packages read: .parquet, .arrow and .feather by pyarrow, spreadsheets by python-calamine.
+
+A null cell is left out of its record; cells of a spreadsheet become text.
+"""
+
+import zipfile
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packtrain.common.errors import InputError
+from packtrain.common.text import shortlist
+from packtrain.data.text.reading_report import Report
+from packtrain.data.text.text_streams import SAVE_TABLE, kind_of
+
+ROWS = 256  # converted to Python values at a time
+MAX_SHEET_NBYTES = 1 << 30  # unpacked: a sheet is read whole
+BUFFER_NBYTES = 1 << 20  # a row group may be the whole file: its pages are read on demand
+
+
+def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row as a dict, and its place. Raises InputError."""
+    if path.suffix == ".gz":
+        raise InputError(f"{path} is compressed; unpack it with: gunzip {path}")
+    if find_spec("pyarrow") is None:
+        reader = "read_parquet" if kind_of(path) == ".parquet" else "read_feather"
+        raise InputError(
+            f"{path} needs pyarrow: pip install pyarrow (or packtrain with its extra data); or convert the file where"
+            f" pandas is: python -c \"import pandas; pandas.{reader}('{path.name}')"
+            f".to_json('{path.stem}.jsonl', orient='records', lines=True)\""
+        )
+    arrow = import_module("pyarrow")
+    number = 0
+    try:
+        for batch in _batches(path, arrow):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", without_null(row)
+    except (arrow.ArrowException, OSError) as error:
+        text = " ".join(str(error).split())
+        raise InputError(
+            f"{path} cannot be read as {kind_of(path)} after row {number}: {text[:200]}"
+        ) from None
+
+
+def _batches(path: Path, arrow: Any) -> Iterator[Any]:
+    if kind_of(path) == ".parquet":
+        parquet = import_module("pyarrow.parquet")
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_NBYTES) as file:
+            yield from file.iter_batches(batch_size=ROWS)
+        return
+    ipc = import_module("pyarrow.ipc")
+    with arrow.memory_map(str(path)) as source:
+        try:
+            file = ipc.open_file(source)
+            whole = (file.get_batch(i) for i in range(file.num_record_batches))
+        except arrow.ArrowInvalid:  # then it is the stream format, as in Hugging Face's caches
+            source.seek(0)
+            whole = iter(ipc.open_stream(source))
+        for batch in whole:
+            for at in range(0, batch.num_rows, ROWS):
+                yield batch.slice(at, ROWS)
+
+
+def without_null(value: Any) -> Any:
+    """The value without null fields: every row of a table has every field of a struct."""
+    if isinstance(value, dict):
+        return {key: without_null(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_null(item) for item in value]
+    return value
+
+
+# ---- spreadsheets
+
+
+def sheet_rows(report: Report) -> Iterator[tuple[str, list[str]]]:
+    """The non-empty rows of the first sheet, as texts, and the place of each. Raises InputError."""
+    path = report.path
+    if find_spec("python_calamine") is None:
+        raise InputError(
+            f"{path} is a spreadsheet: {SAVE_TABLE}; or, to read it as it is: pip install python-calamine (or packtrain"
+            " with its extra data)"
+        )
+    calamine = import_module("python_calamine")
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                nbytes = sum(part.file_size for part in file.infolist())
+            if nbytes > MAX_SHEET_NBYTES:
+                raise InputError(f"{path} has {nbytes:,} bytes unpacked; {SAVE_TABLE}")
+        book = calamine.load_workbook(path)
+        names = book.sheet_names
+        rows = book.get_sheet_by_index(0).iter_rows() if names else ()
+    except (calamine.CalamineError, zipfile.BadZipFile, OSError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{path} cannot be read as {kind_of(path)}: {text}; {SAVE_TABLE}"
+        ) from None
+    if len(names) > 1:
+        report.remarks.append(f"sheet {names[0]}; not read: {shortlist(names[1:])}")
+    for number, cells in enumerate(rows, 1):
+        texts = [_cell_text(cell) for cell in cells]
+        if any(texts):
+            yield f"{path}: row {number}", texts
+
+
+def _cell_text(cell: Any) -> str:
+    """The cell as text: whole numbers without a point, as spreadsheets show them."""
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return str(cell).upper() if isinstance(cell, bool) else str(cell)

@@ -1,0 +1,104 @@
+"""From a Text to a Corpus: read from the cache, or built there by a child process."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.data.text.build_corpus import NOTES_FILE, VOCABULARY_FILE
+from packtrain.data.text.documents import (
+    TRAIN,
+    VALID,
+    Source,
+    Text,
+    find_sources,
+    left_out,
+    parts_of,
+)
+from packtrain.data.text.text_streams import RECORDS, kind_of
+from packtrain.data.text.token_files import Tokens, read_tokens
+from packtrain.data.token_cache import Say, make
+from packtrain.data.tokenizer import KEYS
+from packtrain.data.train_vocabulary import vocabulary_of
+from packtrain.gguf import Value
+
+FORMAT = 3  # increase it to rebuild all caches
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A text as tokens. `fingerprint` is a hash of its sources; `notes` are messages to print."""
+
+    vocabulary: dict[str, Value]
+    train: Tokens
+    valid: Tokens | None
+    fingerprint: str
+    notes: tuple[str, ...]
+
+
+def prepare(text: Text, cache: Path, say: Say, memory: str | None = None) -> Corpus:
+    """The corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError for bad text, and as `make`."""
+    if not 0 <= text.val_split <= 0.5:
+        raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
+    sources = find_sources(text.data)
+    vocabulary = vocabulary_of(text.vocab) if text.vocab else None
+    fingerprint = _fingerprint(text, sources, vocabulary)
+    folder = cache / fingerprint
+    parts = parts_of(text, sources)
+    try:
+        found = read_corpus(folder, parts)
+    except (OSError, ValueError):  # missing or damaged
+        request = asdict(text) | {"data": str(text.data)}
+        request["vocab"] = str(text.vocab) if text.vocab else None
+        size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
+        make(folder, __package__, request, say, memory, size)
+        found = read_corpus(folder, parts)
+    return replace(found, notes=(*left_out(text.data, sources), *found.notes))
+
+
+def _fingerprint(
+    text: Text, sources: Sequence[Source], vocabulary: Mapping[str, Value] | None
+) -> str:
+    wanted = (text.vocab_size, text.auto) if vocabulary is None else plain(vocabulary)
+    # only if they are given, so that other caches are still found
+    kept = [*(["kept"] if text.kept else []), *([text.columns] if text.columns else [])]
+    options = FORMAT, text.separator, text.val_split, text.skip_bad, wanted, *kept
+    return checksum(options, sources)
+
+
+def checksum(options: object, sources: Sequence[Source]) -> str:
+    """A hash of everything that the result depends on: options, vocabulary, format, and file contents."""
+    made_from = hashlib.sha256(repr(options).encode())
+    for source in sources:
+        with open(source.path, "rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        kind = kind_of(source.path)
+        made_from.update(
+            f"{source.part} {kind if kind in RECORDS else 'text'} {content}\n".encode()
+        )
+    return made_from.hexdigest()[:16]
+
+
+def plain(vocabulary: Mapping[str, Value]) -> list[tuple[str, object]]:
+    """Metadata as plain values, whose repr is complete."""
+    return [
+        (key, v.value.tolist() if isinstance(v.value, np.ndarray) else v.value)
+        for key, v in sorted(vocabulary.items())
+    ]
+
+
+def read_corpus(folder: Path, parts: Sequence[str]) -> Corpus:
+    """Read a folder of the cache. Raises OSError or ValueError (InputError is one) if it is incomplete."""
+    notes = (folder / NOTES_FILE).read_text(encoding="utf-8").splitlines()
+    vocabulary = vocabulary_of(folder / VOCABULARY_FILE)
+    size = len(vocabulary["tokenizer.ggml.tokens"].value)
+    return Corpus(
+        vocabulary,
+        read_tokens(folder, TRAIN, size),
+        read_tokens(folder, VALID, size) if VALID in parts else None,
+        folder.name,
+        tuple(notes),
+    )

@@ -1,0 +1,106 @@
+"""Names of columns as the fields that packtrain reads: given by --columns, or guessed for common pairs.
+
+Capitals do not count. Columns that become one field are joined, a line break between them.
+"""
+
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+
+from packtrain.common.errors import InputError
+from packtrain.common.text import shortlist
+
+QUESTIONS = ("prompt", "instruction", "question", "query", "input", "request")
+ANSWERS = ("chosen", "completion", "answer", "response", "output", "reply")
+PAIRS = (*product(QUESTIONS, ANSWERS), ("user", "assistant"), ("human", "assistant"))
+JOINED = ("context", "input")  # into the prompt, beside another question
+CONVERSATIONS = ("messages", "conversations")
+# of OpenAI, Axolotl, ms-swift
+ALIASES = {"functions": "tools", "system_prompt": "system", "rejected_response": "rejected"}
+TOGETHER = ("system", "history", "tools", "chosen", "rejected")  # with others
+FIELDS = ("prompt", "completion", "text", *CONVERSATIONS, *TOGETHER)
+QUOTED = re.compile(r'"(?:[^"]|"")*"')
+PART = re.compile(rf"(\s*{QUOTED.pattern}\s*=[^,]*|[^,]*),")  # of --columns
+MAX_CHARACTERS, SENTENCE_WORDS, SENTENCE_ENDS = 40, 5, (".", "?", "!")  # no column is called so
+
+
+def read_columns(text: str | None) -> dict[str, str]:
+    """The fields by column of `question=prompt,"answer, short"=completion`. Raises InputError."""
+    fields = {}
+    for part in () if text is None else PART.findall(f"{text},"):
+        name, _, field = (word.strip().lower() for word in part.rpartition("="))
+        if QUOTED.fullmatch(name):
+            name = name[1:-1].replace('""', '"').strip()
+        if not name or field not in FIELDS:
+            raise InputError(
+                f"--columns {text}: {part or 'it'} must be like NAME=FIELD; fields are {', '.join(FIELDS)}; a NAME with"
+                ' a comma is in double quotes, such as "Question, short"=prompt'
+            )
+        fields[name] = field
+    return fields
+
+
+def _quoted(name: str) -> str:
+    """A name as --columns takes it."""
+    doubled = name.replace('"', '""')
+    return f'"{doubled}"' if "," in name or name.startswith('"') else name
+
+
+def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
+    """Fields by lower-case name: those of --columns, and a question and an answer that are named otherwise."""
+    fields = ALIASES | dict(columns)
+    known = {fields.get(name, name) for name in names}
+    pair = next((pair for pair in PAIRS if known.issuperset(pair)), None)
+    if pair is not None and not known & set(CONVERSATIONS):
+        fields.setdefault(pair[0], "prompt")
+        fields.setdefault(pair[1], "chosen" if known & {"chosen", "rejected"} else "completion")
+        if "prompt" not in columns.values():
+            fields = dict.fromkeys(JOINED, "prompt") | fields
+    return fields
+
+
+def renaming(names: Sequence[str], fields: Mapping[str, str]) -> str:
+    """Describes which columns become which field, `Question → prompt`; empty if all keep their names."""
+    sources: dict[str, list[str]] = {}
+    for name in names:
+        if (lower := name.strip().lower()) in fields:
+            sources.setdefault(fields[lower], []).append(name.strip())
+    return ", ".join(
+        f"{' + '.join(columns)} → {field}"
+        for field, columns in sources.items()
+        if [column.lower() for column in columns] != [field]
+    )
+
+
+def unknown_header(
+    where: str, names: Sequence[str], fields: Sequence[str], record: Mapping[str, object]
+) -> InputError:
+    """The error for a header of which no column is known, or which is missing.
+
+    fields  that the columns should become
+    record  the first one, whose longest texts an example takes for these
+    """
+    names = [name for name in names if name]
+    if not names:
+        return InputError(f"{where} names no columns; it must name {' and '.join(fields)}")
+    numbered = ",".join(f"{i}={field}" for i, field in enumerate(fields, 1))
+    if any(_is_sentence(name) for name in names):
+        return InputError(
+            f"{where} is no header but a record: {shortlist(names)}; write the row {','.join(fields)} above it, or give"
+            f" --columns {numbered}"
+        )
+    longest = sorted(names, key=lambda name: -len(str(record.get(name.lower()))))[: len(fields)]
+    columns = sorted(longest, key=names.index)
+    named = ",".join(
+        f"{_quoted(name)}={field}" for name, field in zip(columns, fields, strict=False)
+    )
+    return InputError(
+        f"{where} names the columns {shortlist(names)}; say which to read as {' and '.join(fields)}, for example"
+        f" --columns {shlex.quote(named)}; if this row is no header: --columns {numbered}"
+    )
+
+
+def _is_sentence(name: str) -> bool:
+    long = len(name) > MAX_CHARACTERS or len(name.split()) >= SENTENCE_WORDS
+    return long or name.endswith(SENTENCE_ENDS)

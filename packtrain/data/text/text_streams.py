@@ -1,0 +1,105 @@
+"""Files as streams of bytes and of UTF-8 text in chunks; file formats by suffix.
+
+A file may be compressed as .gz. InputError names file and place, and how to convert it.
+"""
+
+import gzip
+import zlib
+from codecs import getincrementaldecoder
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from packtrain.common.errors import InputError
+
+CHUNK_NBYTES = 1 << 20
+MARK = "\ufeff"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+LINES, ARRAY = (".jsonl", ".ndjson"), ".json"
+SHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
+TABLES = (".csv", ".tsv", *SHEETS)
+COLUMNS = (".parquet", ".arrow", ".feather")
+RECORDS = (*LINES, ARRAY, *TABLES, *COLUMNS)
+# not spreadsheets: of a folder, the table that was saved from one is read
+KINDS = (".txt", *(kind for kind in RECORDS if kind not in SHEETS))
+SUFFIXES = (*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in COLUMNS))
+TEXTS = (".txt", ".txt.gz")
+OTHERS = {  # unsupported formats, and what to do
+    ".zst": "unpack it with: zstd -d {}",
+    ".bz2": "unpack it with: bunzip2 {}",
+    ".xz": "unpack it with: unxz {}",
+    ".zip": "unpack it with: unzip {}",
+    **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".pdf"), "save its text as .txt, in UTF-8"),
+}
+SAVE_TABLE = "in Excel, save it as “CSV UTF-8 (comma delimited)”"
+
+
+def kind_of(path: Path) -> str:
+    """The suffix of a file without .gz: `.jsonl`."""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file's size says nothing of how much text it has."""
+    return path.suffix.lower() == ".gz" or kind_of(path) in (*SHEETS, *COLUMNS)
+
+
+def data_files(data: Path | None) -> list[Path]:
+    """The file, or those of a folder that can be data."""
+    if data is None or not data.is_dir():
+        return [data] if data else []
+    return [path for path in data.iterdir() if path.name.lower().endswith(SUFFIXES)]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, decompressed. Raises InputError if it is not a valid .gz."""
+    if (suffix := path.suffix.lower()) in OTHERS:
+        raise InputError(f"{path}: {suffix} files cannot be read; {OTHERS[suffix].format(path)}")
+    if suffix != ".gz":
+        with open(path, "rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path) as file:
+            yield cast(BinaryIO, file)
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise InputError(f"{path} is damaged, or no gzip file; compress it again") from None
+
+
+def text_chunks(path: Path) -> Iterator[str]:
+    """A file's text with its line ends, without a byte order mark."""
+    decoder = getincrementaldecoder("utf-8")()
+    at, begun, last = 0, False, False
+    with opened(path) as file:
+        while not last:
+            chunk = file.read(CHUNK_NBYTES)
+            last = not chunk
+            if not at and chunk.startswith(UTF_16):
+                raise InputError(
+                    f"{path} is UTF-16, Excel's “Unicode Text”; {as_utf_8(path, 'UTF-16')}"
+                )
+            if 0 in chunk:
+                raise InputError(
+                    f"{path}: a NUL at byte {at + chunk.index(0)}; this is not a text file"
+                )
+            waiting = len(decoder.getstate()[0])  # bytes of an incomplete character
+            try:
+                text = decoder.decode(chunk, final=last)
+            except UnicodeDecodeError as error:
+                place = at - waiting + error.start
+                raise InputError(f"{path}: byte {place} is not UTF-8; {as_utf_8(path)}") from None
+            yield text if begun else text.removeprefix(MARK)
+            begun = begun or bool(text)
+            at += len(chunk)
+
+
+def as_utf_8(path: Path, encoding: str = "WINDOWS-1252") -> str:
+    """How to convert a text in another encoding; Windows-1252 is what Excel and older editors write."""
+    if path.suffix == ".gz":
+        return "save it as UTF-8"
+    target = path.with_stem(f"{path.stem}-utf8")
+    table = f"{SAVE_TABLE}; elsewhere " if kind_of(path) in TABLES or encoding == "UTF-16" else ""
+    return f"{table}save it as UTF-8, for example: iconv -f {encoding} -t UTF-8 {path} > {target}"

@@ -1,0 +1,108 @@
+"""Token files: the ids of all documents in sequence, and where each document begins, as mapped .npy files."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from packtrain.common.files import atomic_file
+from packtrain.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Documents as BOS … EOS.
+
+    ids     (N,)          u16, or u32 for a vocabulary of more than 65,536 tokens; mapped, read-only
+    starts  (documents,)  i64, mapped: where each document begins in ids
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+
+
+def read_tokens(folder: Path, part: str, vocab_size: int) -> Tokens:
+    """Map the files of a part. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
+    ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, part))
+    if ids.dtype.kind != "u" or starts.dtype != np.int64 or ids.ndim != 1 or starts.ndim != 1:
+        raise ValueError(f"{folder}: {part} holds no tokens")
+    ordered = starts.size > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
+    if not ordered or starts[-1] >= ids.size or int(ids.max()) >= vocab_size:
+        raise ValueError(f"{folder}: {part} is damaged")
+    return Tokens(ids, starts)
+
+
+def paths_of(folder: Path, part: str) -> tuple[Path, Path]:
+    return folder / f"{part}.npy", folder / f"{part}.starts.npy"
+
+
+class ArrayFile:
+    """Writes a one-dimensional .npy file."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:
+        self.count = 0
+        self._file, self._dtype = file, dtype
+        self._write_header()
+
+    def _write_header(self) -> None:
+        # NumPy pads the header for any count, so that it can be rewritten in place
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def write(self, values: Sequence[int | None] | np.ndarray) -> None:
+        self._file.write(np.array(values, self._dtype).tobytes())
+        self.count += len(values)
+
+    def finish(self) -> None:
+        self._file.seek(0)
+        self._write_header()
+
+
+@contextmanager
+def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
+    """`with growing(…) as file:` an array file, complete when the block succeeds."""
+    with atomic_file(path) as file:
+        new = ArrayFile(file, dtype)
+        yield new
+        new.finish()
+
+
+class TokenFile:
+    """Writes a file of ids, document by document; the tokenizer must have bos and eos."""
+
+    def __init__(self, file: ArrayFile, tokenizer: Tokenizer) -> None:
+        self.starts, self._open = array("q"), False
+        self._file, self._bos, self._eos = file, tokenizer.bos, tokenizer.eos
+
+    @property
+    def count(self) -> int:
+        return self._file.count
+
+    def add(self, ids: np.ndarray, ends: bool) -> None:
+        """Add ids of a document, all of them or those that follow; `ends` with the last ones."""
+        if not self._open:
+            self.starts.append(self.count)
+            self._file.write([self._bos])
+        self._file.write(ids)
+        if ends:
+            self._file.write([self._eos])
+        self._open = not ends
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+@contextmanager
+def write_tokens(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[TokenFile]:
+    """`with write_tokens(…) as file:` the files of a part, complete when the block succeeds."""
+    ids_path, starts_path = paths_of(folder, part)
+    with growing(ids_path, id_dtype(tokenizer.vocab_size)) as file:
+        new = TokenFile(file, tokenizer)
+        yield new
+    with atomic_file(starts_path) as starts:
+        np.save(starts, np.frombuffer(new.starts, "<i8"))

@@ -1,0 +1,173 @@
+"""Cached folders, each filled once by a child process, whose memory is freed before the result is used.
+
+A module and a request go in; `python -m <module>` answers the request by filling a folder under another name, which
+is then renamed, so that a folder is complete whenever it exists.
+"""
+
+import errno
+import importlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from packtrain.common.child_process import variables
+from packtrain.common.errors import DiskFull, DoesNotFit, Foreseen, InputError
+from packtrain.common.memory import parse_size, private_nbytes, settle
+from packtrain.kernels import ahead
+
+DAY = 24 * 3600.0
+Say = Callable[[str], None]
+STACK_NBYTES = 1 << 20
+START_NBYTES = 32 << 20  # of a child before it reads; 20 to 27 MiB were measured
+# of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
+RENDERING_NBYTES = 32 << 20
+TOKEN_NBYTES = 350  # of a vocabulary's token in both; 330 were measured with Gemma 3's 262,144
+DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
+
+
+def make(
+    folder: Path,
+    module: str,
+    request: Mapping[str, Any],
+    say: Say,
+    memory: str | None = None,
+    vocab_size: int = 0,
+) -> None:
+    """Let a child fill the folder. An existing one is damaged and is replaced. Raises what the child raises.
+
+    memory  --memory, which this process and the child stay within. Raises DoesNotFit
+    vocab_size  tokens of the vocabulary that the child reads
+    """
+    room = None
+    if memory is not None:
+        settle()
+        used = private_nbytes()
+        room = parse_size(memory, "--memory") - used
+        start = START_NBYTES + RENDERING_NBYTES * module.endswith("samples")
+        start += TOKEN_NBYTES * vocab_size
+        if room < start:
+            least = -(-(used + start) // (1 << 20))
+            raise DoesNotFit(f"--memory: reading the data needs at least {least}MiB")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent)
+        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"{folder.parent}: tokens cannot be cached there: {reason}") from None
+    try:
+        _ask(module, {**request, "folder": str(partial), "room": room}, say)
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # another process was faster
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def answer(
+    write: Callable[[dict[str, Any], Path, Say], None],
+    reading: Mapping[str, str],
+    share: Callable[[int], int] = lambda room: 0,
+) -> None:
+    """The child: calls `write(request, folder, say)` for the request on stdin.
+
+    reading  its `place`: file and row that were read last
+    share  of the room, what a child of this one takes
+    Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] if the disk is full.
+    """
+
+    def send(kind: str, sentence: str) -> None:
+        print(json.dumps([kind, sentence]), flush=True)
+
+    request = json.loads(sys.stdin.readline())
+    folder, room = Path(request.pop("folder")), request["room"]
+    try:
+        if room is not None:
+            _bound(room - share(room))
+        write(request, folder, lambda sentence: send("say", sentence))
+    except Foreseen as error:
+        send("error", str(error))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        send("error", _too_large(reading["place"], room))
+    except OSError as error:
+        kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "error"
+        send(kind, f"{error.filename or folder}: {(error.strerror or str(error)).lower()}")
+
+
+def _too_large(place: str, room: int | None) -> str:
+    left = "there is" if room is None else f"the {room >> 20} MiB that --memory leaves for it"
+    return f"{place} needs more memory to be read than {left}; shorten it, or give more"
+
+
+def _bound(nbytes: int) -> None:
+    """Have this process take no more private memory: it raises MemoryError instead."""
+    ahead.budget = nbytes
+    threading.stack_size(STACK_NBYTES)
+    with suppress(ImportError, OSError, ValueError):  # not everywhere is there such a limit
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        reserved = sum(1024 * int(kb) for kb in DATA.findall(status)) - private_nbytes()
+        limits = importlib.import_module("resource")
+        _, most = limits.getrlimit(limits.RLIMIT_DATA)
+        limits.setrlimit(limits.RLIMIT_DATA, (nbytes + max(reserved, 0), most))
+
+
+def _sweep(cache: Path) -> None:
+    """Remove unfinished folders of processes that were killed a day ago or earlier."""
+    for left in cache.glob("*-*"):
+        if time.time() - left.stat().st_mtime > DAY:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
+    """Run the module in a child process; raises its errors and passes its messages to `say`."""
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", module],
+            env=variables(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        ) as child,
+    ):
+        assert child.stdin and child.stdout
+        request_line = json.dumps(request).encode() + b"\n"
+        try:
+            for give in (partial(child.stdin.write, request_line), child.stdin.close):
+                with suppress(BrokenPipeError):  # a child that has ended says why below
+                    give()
+            for line in child.stdout:
+                kind, sentence = json.loads(line)
+                if kind == "error":
+                    raise InputError(sentence)
+                if kind == "full":
+                    raise DiskFull(f"{sentence}; the tokens of the data are cached there")
+                say(sentence)
+            child.wait()
+        except BaseException:
+            child.kill()
+            raise
+        if child.returncode == -signal.SIGINT:
+            raise KeyboardInterrupt
+        if (
+            child.returncode < 0 and request["room"] is not None
+        ):  # LLVM ends so where it gets no memory
+            raise InputError(_too_large(request["data"], request["room"]))
+        if child.returncode:
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            why = lines[-1] if lines else f"it ended with {child.returncode}"
+            raise RuntimeError(f"the child process that prepares the text failed: {why}")

@@ -1,0 +1,23 @@
+"""Text to token ids and back with the vocabulary of a GGUF file, as llama.cpp does it (src/llama-vocab.cpp).
+
+Takes `GGUF(path).metadata` and text, and returns the same ids as llama.cpp. It knows no chat templates or models.
+"""
+
+from packtrain.data.tokenizer.batch_encoding import encode_all
+from packtrain.data.tokenizer.token_table import (
+    BYTE,
+    CONTROL,
+    END_TEXTS,
+    KEYS,
+    NO_ID,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    TokenizerError,
+)
+from packtrain.data.tokenizer.tokenizer import Stream, Tokenizer
+
+__all__ = [
+    "BYTE", "CONTROL", "END_TEXTS", "KEYS", "NORMAL", "NO_ID", "UNKNOWN", "USER_DEFINED", "Stream",
+    "Tokenizer", "TokenizerError", "encode_all",
+]  # fmt: skip

@@ -1,0 +1,147 @@
+"""SentencePiece vocabularies: a score for each token, spaces as U+2581, bytes as <0x00> to <0xFF>."""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import pairwise
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from packtrain.data.tokenizer.bpe_merges import merge
+from packtrain.data.tokenizer.compiled import NONE, Cuts, Strings, Tables
+from packtrain.data.tokenizer.token_table import (
+    KEYS,
+    TokenizerError,
+    TokenTable,
+    flag,
+    numbers,
+    texts,
+)
+
+SPACE = "\u2581"
+WORD = re.compile(r" *[^ \n]+|\n| +")
+BORDER = "\udfff"  # half of a surrogate pair: no text has it
+CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
+
+
+class SentencePieces:
+    """The "llama" kind of vocabulary: adjacent parts that form a token are joined, the best score first.
+
+    bos, space  whether to add a BOS token and a space before the text by default
+    """
+
+    bos = True
+    eos = always = separated = clean = False
+    compiles = True
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        tokens = texts(metadata, "tokens")
+        kinds = numbers(metadata, "token_type", len(tokens))
+        self._scores = numbers(metadata, "scores", len(tokens))
+        self.table = TokenTable(metadata, tokens, kinds, bos=1, eos=2, unk=0)
+        self.space = self.leads = flag(metadata, "add_space_prefix", True)
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; word by word, cached, if no token spans several words."""
+        text = text.replace(SPACE, " ")
+        if not self._has_words:
+            return self._word(text)
+        ids: list[int] = []
+        for word in WORD.findall(text):
+            known = self._cache.get(word)
+            ids += self._kept(word, self._word(word)) if known is None else known
+        return ids
+
+    def raw(self, text: str) -> bytes:
+        """The text as `tables` want it: U+2581 is a space, also in them."""
+        return text.replace(SPACE, " ").encode()
+
+    def tables(self) -> Tables:
+        """The vocabulary for compiled code. A token with a space in the file is no token of any text."""
+        space, tokens = SPACE.encode(), self.table.tokens
+        joins = (pair.replace(SPACE, " ") for pair in self._joins)
+        _, order = np.unique(self._scores, return_inverse=True)
+        return Tables(
+            Cuts(joins),
+            Strings.of([b"" if b" " in t else t.replace(space, b" ") for t in tokens]),
+            np.array([NONE if id is None else id for id in self._bytes], np.int32),
+            len(tokens),
+            order=(order.max(initial=0) - order).astype(np.int32),
+            unknown=NONE if self.table.unk is None else self.table.unk,
+            letters=True,
+        )
+
+    def can_cut(self, text: str, at: int) -> bool:
+        """Whether no token spans this place. Special tokens swallow whitespace."""
+        pair = text[at - 1 : at + 1].replace(" ", SPACE)
+        return not text[at].isspace() and pair not in self._joins
+
+    def piece(self, token: bytes) -> bytes:
+        """The bytes of a normal token."""
+        return token.replace(SPACE.encode(), b" ")
+
+    @cached_property
+    def _costs(self) -> list[float]:
+        return [-float(score) for score in self._scores]  # the best score is the smallest cost
+
+    @cached_property
+    def _joins(self) -> set[str]:
+        """Adjacent characters that occur in some token; no merge can happen between any others."""
+        tokens = BORDER.join(token.decode(errors="replace") for token in self.table.tokens)
+        tokens = tokens.replace(" ", SPACE)
+        return {pair for pair in set(map(add, tokens, tokens[1:])) if BORDER not in pair}
+
+    @cached_property
+    def _has_words(self) -> bool:
+        return not any(
+            "\n" in pair or (pair.endswith(SPACE) and pair != SPACE * 2) for pair in self._joins
+        )
+
+    @cached_property
+    def _bytes(self) -> list[int | None]:
+        index = self.table.index
+        return [index.get(b"<0x%02X>" % b, index.get(bytes([b]))) for b in range(256)]
+
+    def _word(self, word: str) -> list[int]:
+        """Ids of a text, encoded in pieces that cannot merge with each other."""
+        word, ids = word.replace(" ", SPACE), []
+        joins = self._joins
+        cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in joins]
+        for start, end in pairwise([0, *cuts, len(word)]):
+            piece = word[start:end]
+            known = self._cache.get(piece)
+            ids += self._kept(piece, self._merged(piece)) if known is None else known
+        return ids
+
+    def _kept(self, text: str, ids: list[int]) -> list[int]:
+        if len(text) <= CACHED_LENGTH and len(self._cache) < CACHED_TEXTS:
+            self._cache[text] = ids
+        return ids
+
+    def _merged(self, piece: str) -> list[int]:
+        index, costs = self.table.index, self._costs
+
+        def cost(a: bytes, b: bytes) -> float | None:
+            id = index.get(a + b)
+            return None if id is None else costs[id]
+
+        parts = merge([character.encode() for character in piece], cost)
+        return [id for part in parts for id in self._ids(part)]
+
+    def _ids(self, part: bytes) -> list[int]:
+        """The token of a merged part; else the tokens of its bytes; else the unknown token."""
+        id = self.table.index.get(part)
+        if id is not None:
+            return [id]
+        ids = [id for b in part if (id := self._bytes[b]) is not None]
+        if len(ids) == len(part):
+            return ids
+        if self.table.unk is None:
+            raise TokenizerError(
+                f"no token for {part.decode(errors='replace')!r}, none for its bytes {part.hex(' ')}, and no"
+                f" unknown token; {KEYS}unknown_token_id must name one"
+            )
+        return [self.table.unk]

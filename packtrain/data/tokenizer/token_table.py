@@ -1,0 +1,222 @@
+"""The tokens of a file: their texts and kinds, the special tokens, and which tokens end generation.
+
+Reads GGUF metadata into a TokenTable, or raises a TokenizerError that names the key. Encodings only read it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.h, enum llama_token_type
+KEYS = "tokenizer.ggml."
+NO_ID = 0xFFFFFFFF  # what converters write for "there is none"; llama.cpp then takes the default
+BYTE_NAME = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
+
+# texts that make a token a control token, whatever its type in the file, by the id they stand for
+EOT_TEXTS = (
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
+    "<\uff5cend\u2581of\u2581sentence\uff5c> <end_of_utterance>"
+)
+END_TEXTS = (
+    f"{EOT_TEXTS} </s> <|eom_id|> <|return|> <|call|> <|flush|> <|calls|> [EOS] <eos> <turn|> "
+    "<|tool_response> [e~["
+)
+FILL_TEXTS = {
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim\u2581begin\uff5c>"
+    " <PRE> \u2581<PRE> <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim\u2581hole\uff5c>"
+    " <SUF> \u2581<SUF> <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim\u2581end\uff5c>"
+    " <MID> \u2581<MID> <|code_middle|> <|middle|>",
+    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
+}
+FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
+FORMER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+PHI_3_KEEPS_SPACE = (b"<unk>", b"<s>", b"<|endoftext|>")
+# tokens whose preceding whitespace is swallowed, by a part of the pre-tokenizer's name, the architecture or the name
+MASKS = (
+    (f"{KEYS}pre", "jina-v2-de jina-v2-es jina-v2-code", b"<mask>"),
+    ("general.architecture", "nomic-bert-moe jina-bert-v3", b"<mask>"),
+    ("general.name", "modern-bert", b"[MASK]"),
+)
+# texts of gpt-oss that become user-defined tokens, and what marks vocabularies where an end is none
+CHANNEL_TEXTS = "<|channel|> <|message|> <|start|> <|constrain|>"
+
+
+class TokenizerError(InputError):
+    """A vocabulary that cannot be used, or text or ids that it does not accept; names the key or id."""
+
+
+class TokenTable:
+    """The tokens of a file.
+
+    tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
+    kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
+    index             ids by text
+    bos eos unk eot   ids, or None; eot is the end of a turn
+    sep               the separator's id, or None
+    ends              ids that end generation
+    specials          (text, id) of tokens that are matched before all others, the longest first
+    swallow           those of them that swallow the whitespace after them
+    swallow_before    those that swallow the whitespace before them
+    """
+
+    def __init__(
+        self, metadata: Mapping[str, Any], tokens: list[bytes], kinds: np.ndarray, **defaults: int
+    ) -> None:
+        self.tokens = [token or b"[EMPTY_%d]" % i for i, token in enumerate(tokens)]
+        self.kinds: list[int] = kinds.astype(int).tolist()
+        self.index = _indexed(self.tokens)
+        for id in np.flatnonzero(kinds == BYTE).tolist():
+            if not BYTE_NAME.fullmatch(self.tokens[id]):
+                raise TokenizerError(
+                    f"token {id} is of type byte and {self.tokens[id]!r}; it must be <0x00> to <0xFF>"
+                )
+        self.bos = self._id(metadata, "bos", defaults.get("bos"))
+        self.eos = self._id(metadata, "eos", defaults.get("eos"))
+        self.unk = self._id(metadata, "unknown", defaults.get("unk"))
+        self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # spelled so in the files
+        self.eot = self._id(metadata, "eot", None)
+        self.ends = self._find_ends(metadata)
+        found = np.isin(self.kinds, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
+        found.sort(key=lambda id: -len(self.tokens[id]))
+        self.specials = [(self.tokens[id].decode(errors="replace"), id) for id in found]
+        self.swallow = self._swallowing(metadata)
+        self.swallow_before = self._swallowing_before(metadata)
+
+    def spans(self, text: str, at: int) -> bool:
+        """Whether a special token that is found in any text may lie across a place, or swallow what is there."""
+        return bool(self.swallow or self.swallow_before) or text[at - 1] + text[at] in self._inside
+
+    @cached_property
+    def _inside(self) -> set[str]:
+        """Adjacent characters within user-defined tokens."""
+        given = (text for text, id in self.specials if self.kinds[id] == USER_DEFINED)
+        return {a + b for text in given for a, b in pairwise(text)}
+
+    def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
+        id, count = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
+        whole = isinstance(id, int) and not isinstance(id, bool)
+        if whole and id == NO_ID:
+            return default if default is None or default < count else None
+        if not whole or not 0 <= id < count:
+            raise TokenizerError(
+                f"{KEYS}{name}_token_id is {id!r}; the vocabulary has ids 0 to {count - 1}"
+            )
+        return int(id)
+
+    def _find_ends(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+        """Ids that end generation; they, and fill-in-the-middle tokens, become control tokens."""
+        ends = self._named(END_TEXTS)
+        for end in ends:
+            self.kinds[end] = CONTROL
+        if self.eot is None:
+            self.eot = next(iter(self._named(EOT_TEXTS)), None)
+        given = [self.eos, self.eot, self._id(metadata, "eom", None)]
+        for name, wanted in FILL_TEXTS.items():
+            id = self._id(metadata, FORMER_NAMES.get(name, name), self._id(metadata, name, None))
+            if id is None and (named := self._named(wanted)):
+                id = named[0]
+                self.kinds[id] = CONTROL
+            if name in FILL_ENDS:
+                given.append(id)
+        found = frozenset(ends).union(id for id in given if id is not None)
+        for id in self._named(CHANNEL_TEXTS):
+            self.kinds[id] = USER_DEFINED
+        return self._without_other_meanings(found)
+
+    def _without_other_meanings(self, ends: frozenset[int]) -> frozenset[int]:
+        """Without <|end|> where it ends a part of a turn, and </s> where it is text."""
+        texts = {self.tokens[id] for id in ends}
+        calls = bool(texts & {b"<|call|>", b"<|calls|>"})
+        if calls and texts & {b"<|return|>", b"<|flush|>"}:
+            ends = self._no_end(ends, b"<|end|>", USER_DEFINED)
+        if texts & {b"<|tool_response>", b"<|plamo:eos|>"}:
+            ends = self._no_end(ends, b"</s>", NORMAL)
+        return ends
+
+    def _no_end(self, ends: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
+        id = self.index.get(text)
+        if id in ends:
+            self.kinds[id] = kind
+        return ends - {id}
+
+    def _named(self, wanted: str) -> list[int]:
+        found = (self.index.get(text.encode()) for text in wanted.split())
+        return [id for id in found if id is not None]
+
+    def _swallowing(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+        """Phi-3's special tokens, recognized by the model's name."""
+        name = str(metadata.get("general.name", "")).lower()
+        if "phi-3" not in name and "phi3" not in name:
+            return frozenset()
+        return frozenset(id for _, id in self.specials if self.tokens[id] not in PHI_3_KEEPS_SPACE)
+
+    def _swallowing_before(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+        """Masks of some families, recognized as in llama.cpp, by the first that fits."""
+        for key, parts, token in MASKS:
+            value = str(metadata.get(key, ""))
+            value = value.lower() if key == "general.name" else value
+            if any(part in value for part in parts.split()):
+                return frozenset({self.index[token]} if token in self.index else ())
+        return frozenset()
+
+
+# ---- metadata
+
+
+def wanted(metadata: Mapping[str, Any], name: str) -> Any:
+    """A required value."""
+    if KEYS + name not in metadata:
+        raise TokenizerError(f"the metadata has no {KEYS}{name}, which a tokenizer needs")
+    return metadata[KEYS + name]
+
+
+def texts(metadata: Mapping[str, Any], name: str) -> list[bytes]:
+    """An array of strings."""
+    found = wanted(metadata, name)
+    if isinstance(found, str | bytes) or not isinstance(found, Sequence):
+        raise TokenizerError(f"{KEYS}{name} is no array of strings")
+    found = list(found)
+    if not all(isinstance(text, bytes) for text in found):
+        raise TokenizerError(f"{KEYS}{name} is no array of strings")
+    return found
+
+
+def numbers(metadata: Mapping[str, Any], name: str, count: int) -> np.ndarray:
+    """An array with one number for each token."""
+    values = np.asarray(wanted(metadata, name))
+    if values.ndim != 1 or values.dtype.kind not in "iuf" or np.isnan(values).any():
+        raise TokenizerError(f"{KEYS}{name} is no array of numbers")
+    if len(values) != count:
+        raise TokenizerError(
+            f"{KEYS}{name} has {len(values)} values and {KEYS}tokens {count}; both must have one for each token"
+        )
+    return values
+
+
+def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A value that is true or false."""
+    value = metadata.get(KEYS + name, default)
+    if not isinstance(value, bool):
+        raise TokenizerError(f"{KEYS}{name} is {value!r}; it must be true or false")
+    return value
+
+
+def _indexed(tokens: list[bytes]) -> dict[bytes, int]:
+    index = {token: i for i, token in enumerate(tokens)}
+    if len(index) == len(tokens):
+        return index
+    first: dict[bytes, int] = {}
+    i = next(i for i, token in enumerate(tokens) if first.setdefault(token, i) != i)
+    raise TokenizerError(
+        f"tokens {first[tokens[i]]} and {i} are both {tokens[i]!r}; each must be there once"
+    )

@@ -1,0 +1,176 @@
+"""Pre-tokenization: splits text into words before merging, by the patterns of a rule.
+
+Python's `re` has no \\p{L}: each non-ASCII character is replaced by one that stands for its class, for the patterns.
+llama.cpp does the same (src/unicode.cpp), so that ids agree with it even where it differs from the original.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from packtrain.data.tokenizer.split_rules import SHORTENED, Rule, Threes
+
+SPACE = "\v"
+OTHER = 5  # what is no letter, number, mark, sign or symbol
+CATEGORIES = {"L": 0, "N": 1, "M": 2, "P": 3, "S": 4}
+FIRST, COUNT = 0xE000, 6  # class characters are in the private use area
+# insides of character classes for ASCII; see rules.py
+PLAIN = {
+    "L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "M": "", "P": r"!-#%-*,-/:;?@\[-\]_{}", "S": r"$+<->\^`|~",
+}  # fmt: skip
+WHITESPACE = re.compile(r"[^\S\x1c-\x1f]+")  # of llama.cpp, that Python counts more characters as
+IN_PATTERN = re.compile(r"\[\^?(?:\\.|[^\]\\])+\]|\\p\{\w+\}")
+CATEGORY = re.compile(r"\\p\{(\w+)\}")
+LITERALS = re.compile("([\x80-\U0010ffff])(?:-([\x80-\U0010ffff]))?")
+Ranges = tuple[tuple[int, int], ...]
+
+# characters of Unicode 15.1, as in llama.cpp, that Python 3.11 does not know
+NEWER: dict[str, Ranges] = {
+    "L": (
+        (0x1123F, 0x11240), (0x11F02, 0x11F02), (0x11F04, 0x11F10), (0x11F12, 0x11F33), (0x1342F, 0x1342F),
+        (0x13441, 0x13446), (0x1B132, 0x1B132), (0x1B155, 0x1B155), (0x1DF25, 0x1DF2A), (0x1E030, 0x1E06D),
+        (0x1E4D0, 0x1E4EB), (0x2B739, 0x2B739), (0x2EBF0, 0x2EE5D), (0x31350, 0x323AF),
+    ),
+    "N": ((0x11F50, 0x11F59), (0x1D2C0, 0x1D2D3), (0x1E4F0, 0x1E4F9)),
+    "M": (
+        (0xCF3, 0xCF3), (0xECE, 0xECE), (0x10EFD, 0x10EFF), (0x11241, 0x11241), (0x11F00, 0x11F01), (0x11F03, 0x11F03),
+        (0x11F34, 0x11F3A), (0x11F3E, 0x11F42), (0x13440, 0x13440), (0x13447, 0x13455), (0x1E08F, 0x1E08F),
+        (0x1E4EC, 0x1E4EF),
+    ),
+    "P": ((0x11B00, 0x11B09), (0x11F43, 0x11F4F)),
+    "S": (
+        (0x2FFC, 0x2FFF), (0x31EF, 0x31EF), (0x1F6DC, 0x1F6DC), (0x1F774, 0x1F776), (0x1F77B, 0x1F77F),
+        (0x1F7D9, 0x1F7D9), (0x1FA75, 0x1FA77), (0x1FA87, 0x1FA88), (0x1FAAD, 0x1FAAF), (0x1FABB, 0x1FABD),
+        (0x1FABF, 0x1FABF), (0x1FACE, 0x1FACF), (0x1FADA, 0x1FADB), (0x1FAE8, 0x1FAE8), (0x1FAF7, 0x1FAF8),
+    ),
+    "C": ((0x13439, 0x1343F),),
+}  # fmt: skip
+
+
+def category(code: int) -> str:
+    """The first letter of a character's category in Unicode 15.1; "" if it is not assigned."""
+    known = unicodedata.category(chr(code))
+    if known != "Cn":
+        return known[0]
+    return next((name for name, ranges in NEWER.items() if within(code, ranges)), "")
+
+
+def lowered(character: str) -> str:
+    """The lower-case character; the first where there are several, as in llama.cpp."""
+    return character.lower()[0]
+
+
+def within(code: int, ranges: Ranges) -> bool:
+    return any(first <= code <= last for first, last in ranges)
+
+
+class Classes(dict[int, str]):
+    """The class character of a character, for str.translate; filled on demand.
+
+    sets    those of characters that are not ASCII which patterns name one by one
+    names   all class characters: of each category, and in or not in each of the sets
+    """
+
+    def __init__(self) -> None:
+        self.sets: list[Ranges] = []
+
+    @property
+    def names(self) -> str:
+        return "".join(map(chr, range(FIRST, FIRST + (COUNT << len(self.sets)))))
+
+    def __missing__(self, code: int) -> str:
+        if code < 128:
+            self[code] = chr(code)
+        elif chr(code).isspace():
+            self[code] = SPACE
+        else:
+            inside = sum(within(code, ranges) << n for n, ranges in enumerate(self.sets))
+            self[code] = chr(FIRST + COUNT * inside + CATEGORIES.get(category(code), OTHER))
+        return self[code]
+
+    def note(self, pattern: str) -> None:
+        """Make sets of the characters that a pattern names."""
+        for found in IN_PATTERN.findall(pattern):
+            ranges = _literals(found)
+            if ranges and ranges not in self.sets:
+                self.sets.append(ranges)
+
+    def written(self, pattern: str) -> str:
+        """The pattern over class characters, after all patterns have been noted."""
+        pattern = pattern.replace(SHORTENED, "(?:'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL]))")
+        pattern = IN_PATTERN.sub(lambda found: self._set(found[0]), pattern)
+        return pattern.removesuffix("$") + r"(?![\s\S])" * pattern.endswith("$")
+
+    def _set(self, text: str) -> str:
+        ranges = _literals(text)
+        named = CATEGORY.sub(lambda found: PLAIN[found[1]] + self._of(found[1]), text)
+        if ranges:
+            bit = 1 << self.sets.index(ranges)
+            inside = (n for n, _ in enumerate(self.names) if n // COUNT & bit)
+            named = LITERALS.sub("", named).removesuffix("]")
+            named += "".join(chr(FIRST + n) for n in inside) + "]"
+        return named if text.startswith("[") else f"[{named}]"
+
+    def _of(self, name: str) -> str:
+        wanted = CATEGORIES[name[0]]
+        return "".join(c for n, c in enumerate(self.names) if n % COUNT == wanted)
+
+
+def _literals(text: str) -> Ranges:
+    return tuple((ord(a), ord(b or a)) for a, b in LITERALS.findall(text))
+
+
+class Splitter:
+    """Splits text into words by a rule.
+
+    classes   the class characters
+    patterns  the rule's patterns over them
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.classes = Classes()
+        for given in rule.patterns:
+            self.classes.note(given.of if isinstance(given, Threes) else given)
+        self.patterns = [self._written(given) for given in rule.patterns]
+        self._steps = [_step(pattern) for pattern in self.patterns]
+
+    def split(self, text: str) -> list[str]:
+        parts = [text if text.isascii() else text.translate(self.classes)]
+        for step in self._steps:
+            parts = [word for part in parts for word in step(part) if word]
+        if text.isascii():
+            return parts
+        words, at = [], 0
+        for part in parts:
+            words.append(text[at : at + len(part)])
+            at += len(part)
+        return words
+
+    def _written(self, given: str | Threes) -> str | Threes:
+        if isinstance(given, Threes):
+            return Threes(self.classes.written(given.of), given.after)
+        return self.classes.written(given)
+
+
+def _step(pattern: str | Threes) -> Callable[[str], list[str]]:
+    """What divides a text into what a pattern matches and what lies between."""
+    if not isinstance(pattern, Threes):
+        return re.compile(f"({pattern})", re.ASCII).split
+    runs, after = re.compile(f"{pattern.of}+", re.ASCII), pattern.after
+
+    def divided(text: str) -> list[str]:
+        cuts = [0, *(at for run in runs.finditer(text) for at in _cuts(run, after)), len(text)]
+        return [text[a:b] for a, b in pairwise(cuts)]
+
+    return divided
+
+
+def _cuts(run: re.Match[str], after: bool) -> Iterator[int]:
+    """Where a run of digits is cut; see Threes."""
+    start, end = run.span()
+    first = start + (end - start) % 3
+    if after:
+        yield from range(first if first > start else start + 3, end + 1, 3)
+    else:
+        yield from range(first, end, 3)

@@ -1,0 +1,110 @@
+"""WordPiece vocabularies (BERT): words are normalized, then the longest tokens are taken from the left.
+
+A token that begins a word begins with U+2581, as llama.cpp's converter writes it.
+"""
+
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packtrain.data.tokenizer.compiled import Tables
+from packtrain.data.tokenizer.token_table import (
+    KEYS,
+    NORMAL,
+    TokenizerError,
+    TokenTable,
+    flag,
+    numbers,
+    texts,
+)
+from packtrain.data.tokenizer.word_splitter import WHITESPACE, Ranges, category, lowered, within
+
+BEGIN = "\u2581"
+CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
+REPLACEMENT = 0xFFFD
+# each is a word; 2B920 for 2B820 as in llama.cpp and transformers
+IDEOGRAPHS: Ranges = (
+    (0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F), (0x2B920, 0x2CEAF),
+    (0xF900, 0xFAFF), (0x2F800, 0x2FA1F),
+)  # fmt: skip
+
+
+class WordPieces:
+    """The "bert" kind of vocabulary: a text begins with the BOS token ([CLS]) and ends with the separator ([SEP])."""
+
+    bos = eos = always = clean = separated = True
+    space = leads = compiles = False
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        tokens = texts(metadata, "tokens")
+        kinds = np.full(len(tokens), NORMAL)
+        if f"{KEYS}token_type" in metadata:
+            kinds = numbers(metadata, "token_type", len(tokens))
+        self.table = TokenTable(metadata, tokens, kinds, bos=101, unk=100, sep=102)
+        self._lower = flag(metadata, "normalizer.lowercase", True)
+        self._strip = flag(metadata, "normalizer.strip_accents", self._lower)
+        self._longest = max(map(len, self.table.tokens), default=0)
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for word in "".join(map(self._normal, text)).split(" "):
+            known = self._cache.get(word)
+            ids += self._word(word) if known is None else known
+        return ids
+
+    def raw(self, text: str) -> bytes:
+        return text.encode()
+
+    def tables(self) -> Tables:
+        raise NotImplementedError("WordPiece has no compiled code")
+
+    def can_cut(self, text: str, at: int) -> bool:
+        """At whitespace, which parts words and has no tokens."""
+        return not self.table.spans(text, at) and bool(WHITESPACE.match(text[at]))
+
+    def piece(self, token: bytes) -> bytes:
+        """The bytes of a normal token."""
+        return token.replace(BEGIN.encode(), b" ")
+
+    def _normal(self, character: str) -> str:
+        """What a character becomes; with spaces around it if it is a word."""
+        if WHITESPACE.match(character):
+            return " "
+        if self._strip:
+            character = unicodedata.normalize("NFD", character)[0]
+        code = ord(character)
+        kind = category(code)
+        if code in (0, REPLACEMENT) or kind == "C" or (self._strip and kind == "M"):
+            return ""
+        put = lowered(character) if self._lower else character
+        alone = kind == "P" or (kind == "S" and code < 127) or within(code, IDEOGRAPHS)
+        return f" {put} " if alone else put
+
+    def _word(self, word: str) -> list[int]:
+        """The longest tokens from the left; the unknown token if that leaves a rest."""
+        if not word:
+            return []
+        raw, index = (BEGIN + word).encode(), self.table.index
+        ids: list[int] = []
+        start = 0
+        while start < len(raw):
+            ends = range(min(len(raw), start + self._longest), start, -1)
+            end = next((end for end in ends if raw[start:end] in index), None)
+            if end is None:
+                ids = [self._unknown()]
+                break
+            ids.append(index[raw[start:end]])
+            start = end
+        if len(word) <= CACHED_LENGTH and len(self._cache) < CACHED_TEXTS:
+            self._cache[word] = ids
+        return ids
+
+    def _unknown(self) -> int:
+        if self.table.unk is None:
+            raise TokenizerError(
+                f"a word is not in the vocabulary, which has no unknown token; {KEYS}unknown_token_id must name one"
+            )
+        return self.table.unk

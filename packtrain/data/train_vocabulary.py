@@ -1,0 +1,147 @@
+"""A vocabulary as GGUF tokenizer metadata: trained from text by SentencePiece, or taken from a model's file.
+
+Returns the `tokenizer.*` keys of a GGUF file. It knows no text files and no documents.
+"""
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from packtrain.common.errors import InputError
+from packtrain.data.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, Tokenizer
+from packtrain.gguf import GGUF, Value
+
+SAMPLED_NBYTES = 20_000_000  # sample of a large text for SentencePiece, which uses about ten times that in memory
+STRETCH_CHARACTERS = 16_384  # texts are sampled in chunks of this length; a chunk ends a line, too
+RESERVED = 256 + 3  # a token for each byte; unknown, begin and end
+LEAST = RESERVED + 3  # a space, a character, and the two together
+SUPPORTED, STEP, TEXT_NBYTES_PER_TOKEN = 320, 64, 256
+COVERAGE = 0.99995  # character coverage, as in Llama 2; other characters are spelled in bytes
+
+
+def train_vocabulary(
+    texts: Iterable[str], size: int, auto: bool, text_nbytes: int
+) -> dict[str, Value]:
+    """Train a vocabulary like Llama 2's and return its metadata: BPE with byte fallback, single digits.
+
+    auto         `size` is an upper limit; fewer if the text supports fewer, see supported_size
+    text_nbytes  total size of the texts, to spread the sample over them
+    Raises InputError if the text does not yield `size` tokens; the message names how many it yields.
+    """
+    wanted = min(size, supported_size(text_nbytes)) if auto else size
+    if wanted < LEAST:
+        raise InputError(f"--vocab-size: {size} is too small; it must be {LEAST} or more")
+    trained = _train(_sentences(list(_sampled(texts, text_nbytes)), wanted), wanted)
+    found = trained.get_piece_size()
+    if found < wanted and not auto:
+        raise InputError(
+            f"--vocab-size: the text is too small for {size} tokens; at most {found} would do"
+        )
+    return _metadata(trained)
+
+
+def supported_size(text_nbytes: int) -> int:
+    """Vocabulary size that a text supports: one token per 256 bytes, in multiples of 64; at least 320."""
+    return max(SUPPORTED, text_nbytes // TEXT_NBYTES_PER_TOKEN // STEP * STEP)
+
+
+def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
+    """Chunks of the texts, evenly spread, at most SAMPLED_NBYTES in total."""
+    share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
+    seen, taken = 0, 0
+    for text in texts:
+        for start in range(0, len(text), STRETCH_CHARACTERS):
+            stretch = text[start : start + STRETCH_CHARACTERS]
+            nbytes = len(stretch.encode())
+            seen += nbytes
+            if taken + nbytes <= seen * share:
+                taken += nbytes
+                yield stretch
+
+
+def _sentences(texts: list[str], size: int) -> Iterator[str]:
+    """Lines without their ends: a line break is a byte token, as in Llama 2. Rare characters end a line too."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    counts.pop(" ", None)  # it always has a token
+    ends = str.maketrans(dict.fromkeys(counts.keys() - _common(counts, size) | {"\r", "\0"}, "\n"))
+    for text in texts:
+        yield from filter(None, text.translate(ends).split("\n"))
+
+
+def _common(counts: Counter[str], size: int) -> set[str]:
+    """The characters that get their own tokens: at most half of the vocabulary."""
+    found: set[str] = set()
+    covered, wanted = 0, COVERAGE * counts.total()
+    for character, count in counts.most_common((size - RESERVED) // 2):
+        if covered >= wanted:
+            break
+        covered += count
+        found.add(character)
+    return found
+
+
+def _train(sentences: Iterator[str], size: int) -> sentencepiece.SentencePieceProcessor:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=size,
+        hard_vocab_limit=False,  # fewer tokens instead of an error if the text yields no more
+        character_coverage=1.0,  # rare characters are already removed
+        max_sentence_length=STRETCH_CHARACTERS * 4,  # in bytes; longer ones would be dropped
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=True,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        byte_fallback=True,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        num_threads=1,  # the result must not depend on the machine
+        minloglevel=4,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, Value]:
+    ids = range(trained.get_piece_size())
+
+    def kind(id: int) -> int:
+        if trained.is_unknown(id):
+            return UNKNOWN
+        if trained.is_control(id):
+            return CONTROL
+        return BYTE if trained.is_byte(id) else NORMAL
+
+    values = {
+        "model": Value("string", "llama"),
+        "tokens": Value("string", [trained.id_to_piece(id).encode() for id in ids]),
+        "scores": Value("f32", np.array([trained.get_score(id) for id in ids], np.float32)),
+        "token_type": Value("i32", np.array([kind(id) for id in ids], np.int32)),
+        "bos_token_id": Value("u32", trained.bos_id()),
+        "eos_token_id": Value("u32", trained.eos_id()),
+        "unknown_token_id": Value("u32", trained.unk_id()),
+        "add_bos_token": Value("bool", True),
+        "add_eos_token": Value("bool", False),
+        "add_space_prefix": Value("bool", True),
+    }
+    return {KEYS + name: value for name, value in values.items()}
+
+
+def vocabulary_of(path: Path) -> dict[str, Value]:
+    """The tokenizer metadata of a GGUF file. Raises InputError if it has none that Tokenizer accepts."""
+    file = GGUF(path)
+    try:
+        Tokenizer(file.metadata)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return {key: value for key, value in file.values.items() if key.startswith("tokenizer.")}

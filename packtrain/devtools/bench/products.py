@@ -1,0 +1,164 @@
+"""Matrix products of training, in the three forms that each matrix has: ours beside PyTorch's, and with packed weights
+beside f32."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.common.events import Counted
+from packtrain.devtools.bench.bench_ops import BACK, FORWARD, WEIGHT, Product
+from packtrain.devtools.bench.bench_table import Table, Value
+from packtrain.devtools.bench.peer_process import Peer
+from packtrain.devtools.bench.timing import CLOCK, Clock, burst, paired
+from packtrain.dtypes import DTYPES, Dtype, f32
+from packtrain.engine import ops
+from packtrain.engine.executor import Session
+from packtrain.engine.graph import Graph
+from packtrain.engine.placement import place
+from packtrain.engine.tensor import Tensor, input, weight
+from packtrain.kernels.quantized_arrays import dequantize, quantize
+
+FORMS = FORWARD, BACK, WEIGHT
+# tokens × rows × columns of the matrices of a model: of its blocks, and of its head where it is not larger than memory
+SHAPES = {
+    "15m": ((1024, 256, 256), (1024, 768, 256), (1024, 256, 768), (1024, 32000, 256)),
+    "stories15M": ((1024, 288, 288), (1024, 768, 288), (1024, 288, 768), (1024, 32000, 288)),
+    "110m": ((512, 768, 768), (512, 2048, 768), (512, 768, 2048), (512, 32000, 768)),
+    "Gemma 3 270M": (
+        *((2228, 1024, 640), (2228, 256, 640), (2228, 640, 1024)),
+        *((2228, 2048, 640), (2228, 640, 2048)),
+    ),
+    "Llama-3.2-1B": ((512, 2048, 2048), (512, 512, 2048), (512, 8192, 2048), (512, 2048, 8192)),
+}
+SHORT = {"15m": SHAPES["15m"][:3], "110m": SHAPES["110m"][1:2]}
+PACKED = {"110m": SHAPES["110m"][:3], "Llama-3.2-1B": SHAPES["Llama-3.2-1B"][:1]}
+SHORT_PACKED = {"110m": SHAPES["110m"][1:2]}
+TYPES = "q8_0", "q4_K"
+Shapes = dict[str, tuple[tuple[int, int, int], ...]]
+Counting = Callable[[str, str], AbstractContextManager[Counted]]
+COLUMNS = {"model": "", "M × N × K": "", "form": "", "GFLOP/s": ".1f"}
+BESIDE = {"PyTorch GFLOP/s": ".1f", "× PyTorch": ".2f"}
+
+
+@dataclass(slots=True)
+class Timed:
+    """A product of a model, and seconds of ours and of the peer's, round by round."""
+
+    model: str
+    product: Product
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast ours is."""
+        return paired(self.ours, self.theirs)
+
+    def rate(self, times: Sequence[float]) -> float:
+        return self.product.flops / statistics.median(times) / 1e9
+
+
+def products(shapes: Shapes, forms: Sequence[str] = FORMS) -> list[Timed]:
+    every = ((model, shape) for model, some in shapes.items() for shape in some)
+    return [Timed(model, Product(form, *shape)) for model, shape in every for form in forms]
+
+
+def graph_of(product: Product, dtype: Dtype = f32) -> tuple[Tensor, dict[str, tuple[int, int]]]:
+    """What computes the product, and the shapes of its f32 inputs; the matrix is a weight `w`."""
+    m, n, k = product.m, product.n, product.k
+    x, dy, w = input("x", (m, k)), input("dy", (m, n)), weight("w", (n, k), dtype)
+    if product.form == FORWARD:
+        return ops.matmul(x, w), {"x": (m, k)}
+    if product.form == WEIGHT:
+        return ops.out_prod(dy, x), {"dy": (m, n), "x": (m, k)}
+    made = ops.matmul(dy, ops.transpose(w)) if dtype == f32 else ops.matmul_back(dy, w)
+    return made, {"dy": (m, n)}
+
+
+def ours(product: Product, w: np.ndarray | None = None) -> Callable[[], None]:
+    """The bound kernel of the product, with random values in place; w is its matrix, packed or not."""
+    random = np.random.default_rng(0)
+    if w is None:
+        w = random.standard_normal((product.n, product.k), np.float32)
+    dtype = f32 if w.dtype == np.float32 else next(t for t in DTYPES.values() if t.numpy == w.dtype)
+    made, shapes = graph_of(product, dtype)
+    session = Session()
+    session.share({"w": w})
+    run = session.executor(place(Graph({"made": made})))
+    run({name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()})
+    return run.calls[-1]
+
+
+def beside_torch(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> list[Timed]:
+    """Every product in every form, beside PyTorch's where that is installed."""
+    found = products(shapes)
+    with Peer(TORCH, "products", kernels.threads()) if has_torch() else nullcontext() as peer:
+        for i, one in enumerate(found):
+            count(i + 1, len(found))
+            work = ours(one.product)
+            for _ in range(rounds):
+                one.ours.append(burst(work, clock))
+                if peer is not None:
+                    one.theirs.append(peer(one.product))
+    return found
+
+
+TORCH = "benchmarks.torch_peer"  # of the repository; it is not installed
+has_torch = partial(kernels.has_torch, TORCH)
+
+
+def table(found: Sequence[Timed]) -> Table:
+    beside = any(one.theirs for one in found)
+    rows = list[list[Value]]()
+    for one in found:
+        rows.append([one.model, one.product.shape, one.product.form, one.rate(one.ours)])
+        rows[-1] += [one.rate(one.theirs), one.ratio] if beside else []
+    notes = [summary([one.ratio for one in found], "PyTorch's")] if beside else [WITHOUT]
+    columns = COLUMNS | (BESIDE if beside else {})
+    return Table("products", "Products in f32", columns, rows, notes)
+
+
+WITHOUT = "Nothing is compared with PyTorch: that takes PyTorch and a checkout of the repository."
+
+
+def summary(ratios: Sequence[float], whose: str) -> str:
+    return f"As fast as {whose}: {statistics.median(ratios):.2f} × (median), {min(ratios):.2f} × (least)."
+
+
+# ---- packed weights ------------------------------------------------------------------------------------------
+
+
+def packed(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> Table:
+    """Ours with packed weights beside ours in f32 with the same values: forward and back."""
+    cases = [(one, name) for name in TYPES for one in products(shapes, (FORWARD, BACK))]
+    rows = list[list[Value]]()
+    for i, (one, name) in enumerate(cases):
+        count(i + 1, len(cases))
+        values = np.random.default_rng(0).standard_normal(
+            (one.product.n, one.product.k), np.float32
+        )
+        w = quantize(values, DTYPES[name])
+        works = ours(one.product, w), ours(one.product, dequantize(w))
+        for _ in range(rounds):
+            one.ours.append(burst(works[0], clock))
+            one.theirs.append(burst(works[1], clock))
+        rates = one.rate(one.ours), one.rate(one.theirs), one.ratio
+        rows.append([name, one.model, one.product.shape, one.product.form, *rates])
+    ratios = [one.ratio for one, _ in cases]
+    columns = {"type": "", **COLUMNS, "f32 GFLOP/s": ".1f", "× f32": ".2f"}
+    title = "Products with packed weights"
+    return Table("packed", title, columns, rows, [summary(ratios, "our f32 with the same values")])
+
+
+def tables(short: bool, rounds: int, counting: Counting) -> Iterator[Table]:
+    with counting("products", "product") as count:
+        found = beside_torch(SHORT if short else SHAPES, rounds, count)
+    yield table(found)
+    with counting("packed weights", "product") as count:
+        beside_f32 = packed(SHORT_PACKED if short else PACKED, rounds, count)
+    yield beside_f32

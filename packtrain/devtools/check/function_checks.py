@@ -1,0 +1,72 @@
+"""Samples of functions that are composed of ops, whose gradients follow: shapes of their inputs, and attributes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from packtrain.engine import ops
+from packtrain.engine.tensor import Tensor, input
+
+
+class Sample(NamedTuple):
+    """What a call of an op has: its results, inputs and attributes."""
+
+    results: tuple[Tensor, ...]
+    inputs: tuple[Tensor | None, ...]
+    attrs: dict[str, Any]
+
+
+class Function(NamedTuple):
+    """A function of tensors, and its samples: shapes of inputs, then attributes."""
+
+    make: Callable[..., Any]
+    given: tuple[tuple[tuple[tuple[int, ...], ...], dict[str, Any]], ...]
+
+
+def _concat(*parts: Tensor, axis: int) -> Tensor:
+    return ops.concat(parts, axis=axis)
+
+
+FUNCTIONS = {
+    "add_cast": Function(ops.add_cast, ((((4, 9), (4, 9)), {}), (((4, 9), (9,)), {}))),
+    "alibi": Function(ops.alibi, ((((2, 3, 5, 7), (3,), (5, 7)), {}),)),
+    "attention_to_all": Function(
+        ops.attention_to_all, ((((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)), {"scale": 0.3}),)
+    ),
+    "concat": Function(_concat, ((((3, 2), (3, 5), (3, 1)), {"axis": 1}),)),
+    "conv_1d": Function(
+        ops.conv_1d, ((((2, 3, 11), (4, 3, 3)), {"stride": 2, "padding": 1, "dilation": 2}),)
+    ),
+    "gelu_erf": Function(ops.gelu_erf, ((((4, 9),), {}),)),
+    "group_norm": Function(ops.group_norm, ((((2, 6, 4, 5),), {"groups": 3, "eps": 1e-5}),)),
+    "l2_norm": Function(ops.l2_norm, ((((4, 9),), {"eps": 1e-6}),)),
+    "mean": Function(ops.mean, ((((3, 5),), {}),)),
+    "mean_rows": Function(ops.mean_rows, ((((3, 5),), {}),)),
+    "mean_squared_error": Function(ops.mean_squared_error, ((((3, 5), (3, 5)), {}),)),
+    "outer": Function(
+        ops.outer, ((((2, 1, 7, 3), (4, 7, 5)), {}), (((7, 3), (7, 5)), {}))
+    ),
+    "pad": Function(ops.pad, ((((4, 5),), {"before": (1, 0), "after": (2, 3)}),)),
+    "pool_1d": Function(
+        ops.pool_1d, ((((2, 3, 11),), {"largest": False, "window": 3, "stride": 2, "padding": 1}),)
+    ),
+    "repeat": Function(
+        ops.repeat, ((((3, 1),), {"shape": (2, 3, 4)}), (((2, 3),), {"shape": (5, 4, 9)}))
+    ),
+    "soft_cross_entropy": Function(ops.soft_cross_entropy, ((((4, 9), (4, 9), (4,)), {}),)),
+    "soft_max_sinks": Function(
+        ops.soft_max_sinks,
+        ((((2, 3, 5, 7), (3,)), {}), (((2, 3, 5, 7), (3,), (2, 1, 5, 7)), {"scale": 0.5})),
+    ),
+    "transpose": Function(ops.transpose, ((((2, 3, 5),), {}),)),
+    "upscale": Function(ops.upscale, ((((2, 3, 4, 5),), {"factor": 3}),)),
+}  # fmt: skip
+
+
+def samples_of(name: str) -> list[Sample]:
+    """The samples of a composed function."""
+    function, made = FUNCTIONS[name], []
+    for shapes, attrs in function.given:
+        leaves = tuple(input(f"x{i}", shape) for i, shape in enumerate(shapes))
+        results = function.make(*leaves, **attrs)
+        made.append(Sample(results if isinstance(results, tuple) else (results,), leaves, attrs))
+    return made

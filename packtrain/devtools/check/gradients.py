@@ -1,0 +1,74 @@
+"""Gradients of a sample, and the slope that they must be."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from packtrain.devtools.check.op_samples import Values, given_leaves
+from packtrain.dtypes import f32
+from packtrain.engine import ops
+from packtrain.engine.autodiff import differentiate
+from packtrain.engine.graph import Graph
+from packtrain.engine.interpreter import interpret
+from packtrain.engine.tensor import Tensor, constant
+
+Weighting = Callable[[Tensor], Tensor]
+
+
+def dense(y: Tensor) -> Tensor:
+    return ops.mul(y, constant("random", np.random.default_rng(7).standard_normal(y.shape)))
+
+
+def reversed_axes(y: Tensor) -> Tensor:
+    return dense(ops.permute(y, axes=tuple(reversed(range(len(y.shape))))))
+
+
+def as_it_is(y: Tensor) -> Tensor:
+    return y
+
+
+def softened(y: Tensor) -> Tensor:
+    """Of values that may be infinite."""
+    return dense(ops.soft_max(y))
+
+
+# what is summed to a loss: the gradient that reaches y is then a dense, a permuted or a repeated array
+WEIGHTINGS = (dense, reversed_axes, as_it_is)
+
+
+def gradients(
+    y: Tensor, weighted: Weighting, wrt: Sequence[Tensor] | None = None
+) -> tuple[Graph, list[Tensor]]:
+    """A graph of `loss`, the sum of y weighted, and `d/<label>` for every f32 leaf or for `wrt`."""
+    if wrt is None:
+        wrt = [leaf for leaf in given_leaves(Graph([y])) if leaf.dtype == f32]
+    loss = ops.sum(weighted(y))
+    made = differentiate(loss, wrt)
+    return Graph({"loss": loss} | {f"d/{t.label}": g for t, g in made.items()}), list(made)
+
+
+def slope_error(y: Tensor, weighted: Weighting, given: Values) -> float:
+    """How far the gradients are from central differences in a random direction, in float64."""
+    graph, leaves = gradients(y, weighted)
+    made = interpret(graph, given)
+    rng = np.random.default_rng(11)
+    way = {leaf.label: rng.standard_normal(leaf.shape) for leaf in leaves}
+    measured = slope(Graph({"loss": graph.outputs["loss"]}), given, way)
+    return off_slope(measured, {n: made[f"d/{n}"] * direction for n, direction in way.items()})
+
+
+def off_slope(measured: float, terms: Values) -> float:
+    """The sum of all terms less the slope, of the terms' root of the sum of squares."""
+    every = np.concatenate([term.ravel() for term in terms.values()])
+    return abs(float(every.sum()) - measured) / (float(np.sqrt((every**2).sum())) + 1e-3)
+
+
+def slope(graph: Graph, given: Values, way: Values) -> float:
+    """How fast the graph's `loss` changes along `way`: central differences of fourth order."""
+
+    def loss(by: float) -> float:
+        moved = {n: v + by * way[n] if n in way else v for n, v in given.items()}
+        return float(interpret(graph, moved)["loss"])
+
+    h = 1e-4
+    return (8 * (loss(h) - loss(-h)) - (loss(2 * h) - loss(-2 * h))) / (12 * h)

@@ -1,0 +1,56 @@
+"""Running a graph on a backend, and how far apart two results are."""
+
+import numpy as np
+
+from packtrain.devtools.check.op_samples import Values
+from packtrain.dtypes import bf16
+from packtrain.engine.backends import Backend, Target
+from packtrain.engine.backends import cpu as cpu
+from packtrain.engine.executor import Executor, Session
+from packtrain.engine.graph import Graph
+from packtrain.engine.placement import place
+from packtrain.kernels.quantized_arrays import dequantize
+
+# of the largest value, or of 1 where all are smaller
+TOLERANCE = {"float32": 2e-5, "float64": 1e-9, "finite difference": 1e-6, "rounded otherwise": 1e-3}
+
+
+def run(graph: Graph, given: Values, among: tuple[Backend, ...] = (cpu,)) -> dict[str, np.ndarray]:
+    """Outputs and new values of updated leaves of one run in a fresh session, as `interpret` gives them."""
+    return execute(Session().executor(place(graph, Target(among))), given)
+
+
+def execute(executor: Executor, given: Values) -> dict[str, np.ndarray]:
+    """Set the leaves, run once, and give outputs and new values of updated leaves."""
+    session, graph = executor.session, executor.placed.graph
+    kinds = {leaf.label: leaf.kind for leaf in graph.leaves}
+    session.set({n: v for n, v in given.items() if kinds.get(n) in ("weight", "state")})
+    outputs = executor({n: v for n, v in given.items() if kinds.get(n) == "input"})
+    return {t.base.label: session.get(t.base.label) for t in graph.updates} | outputs
+
+
+def limit(got: np.ndarray) -> float:
+    """How far `apart` results of this type may be."""
+    name = "rounded otherwise" if got.dtype == bf16.numpy else got.dtype.name
+    return TOLERANCE.get(name, 0.0)
+
+
+def apart(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest difference, of the largest value or of 1 where all are smaller.
+
+    Infinite if infinities and NaNs are elsewhere, or the shapes differ. Of bf16, which are rounded at random, the share
+    that is rounded otherwise.
+    """
+    if got.shape != want.shape:
+        return np.inf
+    if got.dtype.names:  # blocks
+        got, want = dequantize(got), dequantize(want)
+    if got.dtype == bf16.numpy:
+        steps = np.abs(got.view(np.int16).astype(int) - want.view(np.int16))
+        return np.inf if steps.max(initial=0) > 1 else np.count_nonzero(steps) / max(steps.size, 1)
+    finite = np.isfinite(want)
+    if not np.array_equal(got[~finite], want[~finite], equal_nan=want.dtype.kind == "f"):
+        return np.inf
+    a, b = got[finite].astype(np.float64), want[finite].astype(np.float64)
+    worst = float(np.abs(a - b).max(initial=0)) / max(1.0, float(np.abs(b).max(initial=0)))
+    return worst if np.isfinite(worst) else np.inf

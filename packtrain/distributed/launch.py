@@ -1,0 +1,115 @@
+"""Starting the ranks of a run on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryFile
+from types import FrameType
+from typing import IO
+
+from packtrain.distributed.heartbeat import PARENT
+
+GRACE_SECONDS = 25.0  # after a rank was ended by a signal, the others find out by themselves
+SHORT_SECONDS = 5.0  # after one that has said why; one that hangs cannot know
+POLL_SECONDS = 0.05
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
+def launch(arguments: Sequence[str], count: int) -> int:
+    """Run `packtrain ARGUMENTS` in `count` processes; the output and the exit code are those of rank 0.
+
+    Signals are passed on. When a rank has failed, the others get GRACE_SECONDS.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "packtrain", *arguments]
+    with TemporaryFile() as said:  # of the others; they say what rank 0 does
+        ranks = [_start(command, _environment(rank, count, port), said) for rank in range(count)]
+        code = _ended(ranks)
+        if code and ranks[0].returncode <= 0:
+            said.seek(0)
+            print(said.read().decode(errors="replace"), end="", file=sys.stderr)
+    return code
+
+
+def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """The exit code of ranks that have been waited for."""
+    try:
+        with _passed_on(ranks):
+            _wait(ranks)
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    codes = [one.returncode for one in ranks]
+    for rank, code in enumerate(codes):
+        if code < 0:
+            print(f"packtrain: rank {rank} was ended by signal {-code}", file=sys.stderr)
+    return next((code if code > 0 else 1 for code in codes if code), 0)
+
+
+def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
+    own = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        PARENT: str(os.getpid()),
+    }
+    if sys.platform == "linux":
+        own["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**os.environ, **own}
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], said: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """A rank in a session of its own: a Ctrl-C reaches it once, from here."""
+    shown = environment["RANK"] == "0"
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=None if shown else subprocess.DEVNULL,
+        stderr=None if shown else said,
+        start_new_session=True,
+    )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or the time of grace after the first failure has."""
+    until = float("inf")
+    while None in (codes := [one.poll() for one in ranks]) and time.monotonic() < until:
+        failed = [code for code in codes if code]
+        if failed:
+            grace = SHORT_SECONDS if any(code > 0 for code in failed) else GRACE_SECONDS
+            until = min(until, time.monotonic() + grace)
+        time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Signals go to the ranks."""
+
+    def send(number: int, frame: FrameType | None) -> None:
+        for one in ranks:
+            one.send_signal(number)
+
+    before = {number: signal.signal(number, send) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

@@ -1,0 +1,213 @@
+"""The definition of an element type: its sizes, its numbers in files, and how its blocks are read and written.
+
+A type packs `block` consecutive elements of a row into `block_nbytes` bytes; scalars have block 1. In NumPy a block is
+a record of one field named after its type, so an array of blocks knows its type. Sizes and numbers are ggml's.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from packtrain.dtypes.intrinsics import Code
+from packtrain.dtypes.iq_points import Points
+
+Bytes = np.ndarray  # u8 (rows, blocks, bytes of a block)
+KNOWN: dict[str, "Dtype"] = {}  # all types by name
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Byte offsets of a block's codes and scales: value = code * step + low, for calibrated merging.
+
+    group   values that share a step and a low
+    levels  number of codes; above 64 a code is a signed byte
+    low     value of code 0, in steps; None if the block has its own offsets
+    halves  places of its f16 values: the units of steps and of lows
+    quads   place of the low bits of each code, and number of runs: of a run, the lowest bits of its bytes come first
+    bits    how many low bits: four or two
+    high    place of the bits above, and number of runs, likewise
+    scales  the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
+    table   the values that codes stand for in the equation, rising, f32; None: the codes themselves
+    """
+
+    group: int
+    levels: int
+    low: int | None
+    halves: tuple[int, ...]
+    quads: int
+    runs: int = 1
+    bits: int = 4
+    high: int = 0
+    high_runs: int = 1
+    scales: Callable[[Bytes], tuple[np.ndarray, ...]] | None = None
+    table: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A mix by llama-quantize's name: its number in files (llama.h, enum llama_ftype), the type of most tensors.
+
+    values    type of the matrices of values,  shared  where four or more heads share them
+    down      type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
+    first     type of the first values and ffn_down; `few` of them: two, and a sixteenth of the blocks
+    spread    their type in the first and last eighth of the blocks, and every third between
+    weighed   type of the first ffn_down with an importance matrix,  unweighed  without one
+    queries   type of attn_q and attn_k,  head  of output.weight instead of q6_K
+    middle    type of ffn_gate and ffn_up but in the first and last eighth of the blocks
+    eight     type of the ffn_down that `spread` would be for, in models of eight experts
+    small     whether the rules are those of the smallest types
+    """
+
+    name: str
+    number: int
+    dtype: "Dtype"
+    values: "Dtype | None" = None
+    shared: "Dtype | None" = None
+    down: "Dtype | None" = None
+    attended: "Dtype | None" = None
+    embedding: "Dtype | None" = None
+    first: "Dtype | None" = None
+    few: bool = False
+    spread: "Dtype | None" = None
+    weighed: "Dtype | None" = None
+    unweighed: "Dtype | None" = None
+    queries: "Dtype | None" = None
+    head: "Dtype | None" = None
+    middle: "Dtype | None" = None
+    eight: "Dtype | None" = None
+    small: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dtype:
+    """One element type. Each is a singleton, also when unpickled: they compare by identity.
+
+    number   in files: ggml.h, enum ggml_type; None if files cannot have it
+    smaller  llama-quantize's substitute if rows are not whole blocks
+    richer   llama-quantize's choice for matrices that are used more than others
+    instead  what merges write in its place: the next larger type with the same block whose codes can be chosen
+    demanding  where it is written only with weights of columns: "always", or in the "blocks" of a model
+    layout   of its codes,  points  that they name, for merges and --calibrate; types with neither are packed only
+    mixes    mixes with this type, the usual one last
+    code     its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, snap, recode
+    """
+
+    name: str
+    number: int | None
+    block: int
+    block_nbytes: int
+    numpy: np.dtype
+    smaller: "Dtype | None" = None
+    richer: "Dtype | None" = None
+    instead: "Dtype | None" = None
+    demanding: str = ""
+    layout: Layout | None = None
+    points: Points | None = None
+    mixes: list[Mix] = field(default_factory=list)
+    code: dict[str, Code] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        KNOWN[self.name] = self
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def mix(self, name: str, number: int, **instead: Any) -> None:
+        self.mixes.append(Mix(name, number, self, **instead))
+
+    def unpack(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (y, x, n): n blocks (scalars: n values) at x become f32 at y. x and y are addresses."""
+        self.code["unpack"] = Code(function)
+        return function
+
+    def dot(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (x, w, n): dot product of n f32 at x and n packed at w; n is a multiple of 32 and of a block."""
+        self.code["dot"] = Code(function)
+        return function
+
+    def codes(
+        self, most: int, *, less: int = 0
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Declare (w, i): the i-th 64 codes, see types/rounded; without `less` they are at most `most` in size."""
+
+        def named(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.code["codes"] = Code(function, less=less, most=most)
+            return function
+
+        return named
+
+    def scales(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (w): their scales, and offsets if nothing is too much."""
+        self.code["scales"] = Code(function)
+        return function
+
+    def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (y, x, n): finite f32 at x become n blocks at y. If the scale is too small for f16, zeros."""
+        self.code["pack"] = Code(function)
+        return function
+
+    def weigh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (y, x, w, n): the same for a row of n blocks whose errors count by f32 weights at w."""
+        self.code["weigh"] = Code(function)
+        return function
+
+    def snap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (y, x, w, t, n): the same, onto a grid whose table is at t, see types/neighbours; w 0: no weights."""
+        self.code["snap"] = Code(function)
+        return function
+
+    def recode(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (y, x, n): n blocks at y, with their scales, get codes for f32 at x; see types/recode."""
+        self.code["recode"] = Code(function)
+        return function
+
+    def row_nbytes(self, width: int) -> int:
+        """Bytes of a row of `width` elements; `width` must be whole blocks."""
+        return width // self.block * self.block_nbytes
+
+    def array_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the NumPy array that holds a tensor of `shape`: its last axis counts blocks."""
+        return (*shape[:-1], shape[-1] // self.block) if shape else ()
+
+    def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The inverse of array_shape."""
+        return (*shape[:-1], shape[-1] * self.block) if shape else ()
+
+    @property
+    def chosen(self) -> bool:
+        """Whether codes can be chosen for scales that stay: by error feedback."""
+        return self.layout is not None or self.points is not None
+
+    @property
+    def quantized(self) -> bool:
+        return self.block > 1
+
+    @property
+    def file_type(self) -> int:
+        """The number of a file whose matrices are of this type."""
+        return self.mixes[-1].number
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return named, (self.name,)
+
+
+def named(name: str) -> Dtype:
+    """The type of this name, in a process that may not have loaded its room. Raises KeyError."""
+    importlib.import_module("packtrain.dtypes")
+    return KNOWN[name]
+
+
+def scalar(name: str, number: int | None, numpy: str) -> Dtype:
+    """Define a type that NumPy has."""
+    return Dtype(name, number, 1, np.dtype(numpy).itemsize, np.dtype(numpy))
+
+
+def packed(name: str, number: int, block: int, nbytes: int, **more: Any) -> Dtype:
+    """Define a block type."""
+    return Dtype(name, number, block, nbytes, np.dtype([(name, f"V{nbytes}")]), **more)

@@ -1,0 +1,124 @@
+"""Codes and scales of types whose products with values rounded to 8 bits are summed in integers, see `kernels.rounded`.
+
+They are taken 128 or 256 at a time, in groups of 32, or of 16 where each 16 have a scale. `codes` gives 64 of them: of
+each group, in turn, 16, 8 or 4, as many as make 64. `scales` gives the groups' scales, then their offsets.
+"""
+
+import numpy as np
+
+from packtrain.dtypes import intrinsics
+from packtrain.dtypes.intrinsics import Codes, bit_by_eight, fours, halves, part, short_at, sixteens
+from packtrain.dtypes.iq import NL, iq4_nl
+from packtrain.dtypes.k import q4_K, q5_K, q6_K, scales_then_lows
+from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1, q8_0
+
+# as bytes of two words, 128 added
+NL_LOW, NL_HIGH = map(int, (NL + 128).astype(np.uint8).view("<i8"))
+
+
+@part
+def fifths(w: int, nbytes: int, i: int) -> Codes:
+    """The fifth bits of codes of four blocks, where they belong."""
+    at = w + 2 * i
+    low = short_at(at, 0) | (short_at(at + nbytes, 0) << 16)
+    high = short_at(at + 2 * nbytes, 0) | (short_at(at + 3 * nbytes, 0) << 16)
+    return intrinsics.codes_where(low | (high << 32), 16)
+
+
+@q4_0.codes(8, less=8)
+def codes_q4_0(w, i):
+    q = sixteens(w, 2, 18)
+    return q & 15 if i == 0 else q >> 4
+
+
+@q4_0.scales
+def scales_q4_0(w):
+    return halves(w, 0, 18)
+
+
+@q4_1.codes(15)
+def codes_q4_1(w, i):
+    q = sixteens(w, 4, 20)
+    return q & 15 if i == 0 else q >> 4
+
+
+@q4_1.scales
+def scales_q4_1(w):
+    return fours(halves(w, 0, 20), halves(w, 2, 20))
+
+
+@q5_0.codes(16, less=16)
+def codes_q5_0(w, i):
+    q = sixteens(w, 6, 22)
+    return (q & 15 if i == 0 else q >> 4) | fifths(w + 2, 22, i)
+
+
+@q5_0.scales
+def scales_q5_0(w):
+    return halves(w, 0, 22)
+
+
+@q5_1.codes(31)
+def codes_q5_1(w, i):
+    q = sixteens(w, 8, 24)
+    return (q & 15 if i == 0 else q >> 4) | fifths(w + 4, 24, i)
+
+
+@q5_1.scales
+def scales_q5_1(w):
+    return fours(halves(w, 0, 24), halves(w, 2, 24))
+
+
+@q8_0.codes(128, less=128)
+def codes_q8_0(w, i):
+    q = sixteens(w, 2, 34) if i == 0 else sixteens(w, 18, 34)
+    return q ^ 128
+
+
+@q8_0.scales
+def scales_q8_0(w):
+    return halves(w, 0, 34)
+
+
+@iq4_nl.codes(128, less=128)
+def codes_iq4_nl(w, i):
+    q = sixteens(w, 2, 18)
+    return intrinsics.look_up(q & 15 if i == 0 else q >> 4, NL_LOW, NL_HIGH)
+
+
+@iq4_nl.scales
+def scales_iq4_nl(w):
+    return halves(w, 0, 18)
+
+
+@part
+def nibbles_of_eight(w: int, i: int) -> Codes:
+    """Eight codes of each of the eight groups of a q4_K or q5_K block."""
+    return intrinsics.low_and_high(intrinsics.twice_of_four(w + 8 * i)) & 15
+
+
+@q4_K.codes(15)
+def codes_q4_K(w, i):
+    return nibbles_of_eight(w + 16, i)
+
+
+@q5_K.codes(31)
+def codes_q5_K(w, i):
+    return nibbles_of_eight(w + 48, i) | (bit_by_eight(intrinsics.eight_times(w + 16 + 8 * i)) & 16)
+
+
+@q4_K.scales
+@q5_K.scales
+def scales_k(w):
+    return scales_then_lows(w)
+
+
+@q6_K.codes(32, less=32)
+def codes_q6_K(w, i):
+    low, high = intrinsics.low_of_sixteen(w + 4 * i), intrinsics.high_of_sixteen(w + 128 + 4 * i)
+    return (low & 15) | (high & 48)
+
+
+@q6_K.scales
+def scales_q6_K(w):
+    return intrinsics.to_floats(intrinsics.chars_at(w, 192)) * intrinsics.half_at(w, 104)

@@ -1,0 +1,175 @@
+"""Where the IQ types keep the points, signs and scales of a block: what calibrated rounding reads and writes.
+
+A block has 256 values; a value is scale * sign * coordinate, or scale * (coordinate + shift). Formats: ggml-common.h.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from packtrain.dtypes.grids import ONE, THREE_S, THREE_XXS, TWO_S, TWO_XS, TWO_XXS
+
+f32 = np.float32
+Bytes = np.ndarray  # u8 (rows, blocks, bytes of a block)
+SEVEN = np.uint8(127)  # signs that are written of eight: their number is even
+
+
+@dataclass(frozen=True)
+class Points:
+    """The points that a type's codes can name, and their places in a block.
+
+    names   numbers of the points as integers (int64), one byte for each of `width` coordinates
+    group   values that share a scale
+    scales  (raw) -> (R, blocks, 256 / group) f32
+    put     (raw, numbers, signs): u16 (R, blocks, 256 / width), and u8 (R, blocks, 32), a bit for each negative value
+    even    whether each eight values have an even number of signs
+    shifts  (raw) -> (R, blocks, 32) f32, for each eight values; None: they have signs
+    """
+
+    names: np.ndarray
+    width: int
+    group: int
+    scales: Callable[[Bytes], np.ndarray]
+    put: Callable[[Bytes, np.ndarray, np.ndarray], None]
+    even: bool = False
+    shifts: Callable[[Bytes], np.ndarray] | None = None
+
+    @cached_property
+    def grid(self) -> np.ndarray:
+        """Coordinates, f32 (points, width)."""
+        return self.names.view(np.uint8).reshape(-1, 8)[:, : self.width].astype(f32)
+
+
+def words(raw: Bytes, at: int, count: int, dtype: str) -> np.ndarray:
+    """`count` integers from byte `at` on, a copy (R, blocks, count)."""
+    nbytes = count * np.dtype(dtype).itemsize
+    return np.ascontiguousarray(raw[..., at : at + nbytes]).view(dtype)
+
+
+def put_words(raw: Bytes, at: int, values: np.ndarray, dtype: str) -> None:
+    found = np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
+    raw[..., at : at + found.shape[-1]] = found
+
+
+def gathered(parts: np.ndarray, count: int, bits: int) -> np.ndarray:
+    """Each `count` neighbours side by side, the first one lowest; u32."""
+    few = parts.astype(np.uint32).reshape(*parts.shape[:-1], -1, count)
+    return np.bitwise_or.reduce(few << np.arange(0, bits * count, bits, dtype=np.uint32), -1)
+
+
+def in_half(by: np.ndarray, raw: Bytes, at: int = 0) -> np.ndarray:
+    return words(raw, at, 1, "<f2").astype(f32) * by
+
+
+def nibbles(raw: Bytes, at: int, count: int) -> np.ndarray:
+    part = raw[..., at : at + count]
+    return np.stack([part & 15, part >> 4], -1).reshape(*part.shape[:-1], -1).astype(f32)
+
+
+# ---- two bits --------------------------------------------------------------------------------------------------
+
+
+def iq2_xxs_scales(raw: Bytes) -> np.ndarray:
+    four = words(raw, 2, 16, "<u4")[..., 1::2] >> 28
+    return in_half((four.astype(f32) + f32(0.5)) * f32(0.25), raw)
+
+
+def put_iq2_xxs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
+    both = words(raw, 2, 16, "<u4")
+    both[..., ::2] = gathered(numbers, 4, 8)
+    both[..., 1::2] = both[..., 1::2] & 0xF0000000 | gathered(signs & SEVEN, 4, 7)
+    put_words(raw, 2, both, "<u4")
+
+
+def iq2_xs_scales(raw: Bytes) -> np.ndarray:
+    return in_half((nibbles(raw, 66, 8) + f32(0.5)) * f32(0.25), raw)
+
+
+def put_iq2_xs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
+    put_words(raw, 2, numbers | (signs & SEVEN).astype(np.uint16) << 9, "<u2")
+
+
+def iq2_s_scales(raw: Bytes) -> np.ndarray:
+    return in_half((nibbles(raw, 74, 8) + f32(0.5)) * f32(0.25), raw)
+
+
+def put_iq2_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
+    raw[..., 2:34], raw[..., 34:66] = numbers & 255, signs
+    raw[..., 66:74] = gathered(numbers >> 8, 4, 2)
+
+
+# ---- three bits ------------------------------------------------------------------------------------------------
+
+
+def iq3_xxs_scales(raw: Bytes) -> np.ndarray:
+    four = words(raw, 66, 8, "<u4") >> 28
+    return in_half((four.astype(f32) + f32(0.5)) * f32(0.5), raw)
+
+
+def put_iq3_xxs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
+    raw[..., 2:66] = numbers
+    scales = words(raw, 66, 8, "<u4") & 0xF0000000
+    put_words(raw, 66, scales | gathered(signs & SEVEN, 4, 7), "<u4")
+
+
+def iq3_s_scales(raw: Bytes) -> np.ndarray:
+    return in_half(nibbles(raw, 106, 4) * 2 + 1, raw)
+
+
+def put_iq3_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
+    raw[..., 2:66], raw[..., 66:74] = numbers & 255, gathered(numbers >> 8, 8, 1)
+    raw[..., 74:106] = signs
+
+
+# ---- one bit: three levels and a shift -------------------------------------------------------------------------
+
+
+def shift_of(bits: np.ndarray) -> np.ndarray:
+    shifts: np.ndarray = f32(-0.875) - f32(0.25) * bits.astype(f32)
+    return shifts
+
+
+def iq1_s_scales(raw: Bytes) -> np.ndarray:
+    return in_half((words(raw, 34, 8, "<u2") >> 12 & 7).astype(f32) * 2 + 1, raw)
+
+
+def iq1_s_shifts(raw: Bytes) -> np.ndarray:
+    return shift_of(words(raw, 34, 8, "<u2") >> 15).repeat(4, -1)
+
+
+def put_iq1_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
+    raw[..., 2:34] = numbers & 255
+    rest = words(raw, 34, 8, "<u2") & 0xF000
+    put_words(raw, 34, rest | gathered(numbers >> 8, 4, 3), "<u2")
+
+
+def iq1_m_scales(raw: Bytes) -> np.ndarray:
+    """Each of four words has four scales of three bits, and above them four bits of the unit."""
+    four = words(raw, 48, 4, "<u2")
+    half = gathered(four >> 12, 4, 4).astype(np.uint16).view(np.float16).astype(f32)
+    three = four[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
+    return half * (three.reshape(*four.shape[:-1], -1).astype(f32) * 2 + 1)
+
+
+def iq1_m_shifts(raw: Bytes) -> np.ndarray:
+    part = raw[..., 32:48]
+    return shift_of(np.stack([part >> 3 & 1, part >> 7], -1).reshape(*part.shape[:-1], -1))
+
+
+def put_iq1_m(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
+    raw[..., :32] = numbers & 255
+    raw[..., 32:48] = raw[..., 32:48] & 0x88 | gathered(numbers >> 8, 2, 4)
+
+
+# by name of the type
+POINTS = {
+    "iq1_s": Points(ONE, 8, 32, iq1_s_scales, put_iq1_s, shifts=iq1_s_shifts),
+    "iq1_m": Points(ONE, 8, 16, iq1_m_scales, put_iq1_m, shifts=iq1_m_shifts),
+    "iq2_xxs": Points(TWO_XXS, 8, 32, iq2_xxs_scales, put_iq2_xxs, even=True),
+    "iq2_xs": Points(TWO_XS, 8, 16, iq2_xs_scales, put_iq2_xs, even=True),
+    "iq2_s": Points(TWO_S, 8, 16, iq2_s_scales, put_iq2_s),
+    "iq3_xxs": Points(THREE_XXS, 4, 32, iq3_xxs_scales, put_iq3_xxs, even=True),
+    "iq3_s": Points(THREE_S, 4, 32, iq3_s_scales, put_iq3_s),
+}

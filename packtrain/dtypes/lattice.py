@@ -1,0 +1,253 @@
+"""Fitting groups of values to points of a grid, by the searches of ggml-quants.c: bit for bit.
+
+A group of n values with one scale is two to eight points of `width` values each. Levels are bytes; level l stands for
+2 l + 1.
+`t` is the address of the grid's table, see neighbours.
+"""
+
+import numpy as np
+
+from packtrain.dtypes import intrinsics
+from packtrain.dtypes.intrinsics import (
+    Ints,
+    code,
+    load,
+    part,
+    peek,
+    scratch,
+    select_less,
+    store,
+    word_at,
+)
+from packtrain.dtypes.weighted_packing import sum_of_squares, weigh
+
+f32 = np.float32
+FAR, ROUND = f32(np.finfo(f32).max), f32(1.5 * 2**23)
+# which points are sought anew with the fitted scale: those off the grid, all if one was, all
+OFF, ANY, ALL = 0, 1, 2
+
+
+@part
+def levels_of(x: int, i: int, inverse: f32, most: f32) -> Ints:
+    """Levels 0 .. most of 16 values times `inverse`; too large ones lose their upper bits, as there."""
+    rounded = intrinsics.as_ints((load(x, i) * inverse - 1.0) * 0.5 + ROUND)
+    v = intrinsics.to_floats((rounded & 0x007FFFFF) - 0x00400000)
+    return intrinsics.to_bits(select_less(v, 0.0, 0.0, select_less(most, v, most, v)))
+
+
+@part
+def key_of(levels: int, bits: int) -> int:
+    """The bits of four levels side by side."""
+    both, low = levels | (levels >> (8 - bits)), (1 << (2 * bits)) - 1
+    return (both & low) | (both >> (16 - 2 * bits) & (low << (2 * bits)))
+
+
+@part
+def entry_of(t: int, levels: int, width: int) -> int:
+    """What the table says of these levels."""
+    if width == 4:
+        return word_at(t, key_of(word_at(levels, 0), 3))
+    return word_at(t, key_of(word_at(levels, 0), 2) | (key_of(word_at(levels, 1), 2) << 8))
+
+
+@part
+def put_point(to: int, t: int, number: int, width: int) -> None:
+    """The levels of a point."""
+    first = (4096 if width == 4 else 65536) + number * width // 4
+    for i in range(width // 4):
+        intrinsics.put_word(to, i, word_at(t, first + i))
+
+
+@code
+def nearest_point(
+    t: int, entry: int, x: int, w: int, scale: f32, width: int, by: f32, more: f32
+) -> int:
+    """The number of the point near a place with the least weighted error; a value stands for (2 l + 1) by + more."""
+    nbytes = 32 + 16 * width
+    first, best, chunks = t + (entry >> 8) * nbytes, intrinsics.splat(FAR), intrinsics.splat(0.0)
+    for chunk in range(entry & 255):
+        error = intrinsics.splat(0.0)
+        for i in range(width):
+            q = (
+                intrinsics.to_floats(intrinsics.bytes_at(first, chunk * nbytes + 32 + 16 * i)) * by
+                + more
+            )
+            off = q * scale - peek(x, i)
+            error = error + off * peek(w, i) * off
+        chunks = select_less(error, best, f32(chunk), chunks)
+        best = select_less(error, best, error, best)
+    least = -intrinsics.largest(intrinsics.neg(best))
+    at = select_less(
+        least, best, 4096.0, chunks * 16.0 + intrinsics.to_floats(intrinsics.lane_numbers())
+    )
+    place = int(-intrinsics.largest(intrinsics.neg(at)))
+    return intrinsics.short_at(first + (place >> 4) * nbytes, place & 15)
+
+
+@code
+def put_levels(
+    to: int, x: int, w: int, n: int, width: int, inverse: f32, scale: f32, which: int, t: int
+) -> int:
+    """Levels, on the grid, of those points of a group whose bit is set; returns bits of those that were off it."""
+    found, off, most = scratch(8), 0, f32(7) if width == 4 else f32(2)
+    for i in range(0, n, 16):
+        intrinsics.put_bytes(found, i, levels_of(x, i, inverse, most))
+    for k in range(n // width):
+        if which >> k & 1:
+            at, place = found + k * width, k * width * 4
+            entry = entry_of(t, at, width)
+            if entry & 255:
+                off |= 1 << k
+                args = x + place, w + place, scale, width, f32(1), f32(0)
+                put_point(at, t, nearest_point(t, entry, *args), width)
+            for i in range(width // 4):
+                intrinsics.put_word(to + k * width, i, word_at(at, i))
+    return off
+
+
+@code
+def level_sums(x: int, w: int, levels: int, n: int) -> tuple[f32, f32]:
+    """The sums of w * x * value and w * value * value."""
+    products, squares, lx, ll = scratch(32), scratch(32), f32(0), f32(0)
+    for i in range(0, n, 16):
+        value, weight = intrinsics.to_floats(intrinsics.bytes_at(levels, i)) * 2.0 + 1.0, load(w, i)
+        store(products, i, weight * load(x, i) * value)
+        store(squares, i, weight * value * value)
+    for i in range(n):
+        lx += peek(products, i)
+        ll += peek(squares, i)
+    return lx, ll
+
+
+@code
+def fit_points(
+    levels: int, x: int, w: int, n: int, width: int, scale: f32, largest_x: f32, trials: int, step: f32, again: int,
+    t: int,
+) -> f32:  # fmt: skip
+    """The scale of a group of sizes x, and its levels: the best of some that map `largest_x` near the last value."""
+    trial, roots, top = scratch(8), scratch(32), f32(15) if width == 4 else f32(5)
+    every, best = (1 << (n // width)) - 1, f32(0)
+    off = 0 if again == OFF else every
+    for i in range(0, n, 16):
+        store(roots, i, intrinsics.sqrt(load(w, i)))
+    for i in range(-trials, trials + 1):
+        inverse = (top + f32(i) * step) / largest_x
+        outside = put_levels(trial, x, roots, n, width, inverse, f32(1) / inverse, every, t)
+        lx, ll = level_sums(x, w, trial, n)
+        if ll > 0 and lx * lx > best * ll:
+            scale, off = lx / ll, outside
+            best = scale * lx
+            for k in range(n // 4):
+                intrinsics.put_word(levels, k, word_at(trial, k))
+    if again == ALL or (again == ANY and off != 0):
+        off = every
+    if off != 0 and scale > 0:
+        put_levels(levels, x, roots, n, width, f32(1) / scale, scale, off, t)
+        lx, ll = level_sums(x, w, levels, n)
+        if ll > 0:
+            scale = lx / ll
+    return scale
+
+
+@code
+def put_sizes(to: int, x: int, w: int, n: int, paired: int) -> int:
+    """Sizes of values, and the bits of those below zero; if `paired`, of each eight one may change its sign.
+
+    Then the number of signs is even: the value whose error weighs least keeps its sign, so that it is below zero.
+    """
+    bits = 0
+    for i in range(0, n, 16):
+        v = load(x, i)
+        store(to, i, intrinsics.absolute(v))
+        bits |= intrinsics.set_lanes(intrinsics.to_bits(select_less(v, 0.0, 1.0, 0.0))) << i
+    for first in range(0, n if paired else 0, 8):
+        odd = bits >> first & 255
+        odd ^= odd >> 4
+        odd ^= odd >> 2
+        if (odd ^ (odd >> 1)) & 1:
+            at = first
+            least = peek(w, at) * peek(x, at) * peek(x, at)
+            for i in range(first + 1, first + 8):
+                size = peek(w, i) * peek(x, i) * peek(x, i)
+                if size < least:
+                    at, least = i, size
+            intrinsics.poke(to, at, -peek(to, at))
+            bits ^= 1 << at
+    return bits
+
+
+@code
+def put_point_weights(to: int, x: int, w: int, n: int, spread: f32) -> None:
+    """Weights of a group; without columns' weights squares, of groups of 16 with a quarter of the spread."""
+    if w != 0:
+        weigh(to, x, w, n, spread)
+    else:
+        more = f32(0.25) * spread if n == 16 else f32(0)
+        for i in range(0, n, 16):
+            store(to, i, load(x, i) * load(x, i) + more)
+
+
+@code
+def fit_block(
+    numbers: int, signs: int, scales: int, x: int, w: int, t: int, n: int, width: int, paired: int, least: f32,
+    trials: int, step: f32, again: int,
+) -> f32:  # fmt: skip
+    """256 values as numbers of points (u16), bits of signs and scales (f32) of groups of n; returns the largest scale.
+
+    least   a group of smaller values is all zeros
+    trials  on either side of the plain scale, at distances of `step`
+    """
+    weights, sizes, levels, codes = scratch(32), scratch(32), scratch(16), scratch(32)
+    times, highest = f32(1) if paired and width == 8 else f32(2), f32(0)
+    spread = times * sum_of_squares(x, 256) / f32(256)
+    store(scales, 0, intrinsics.splat(0.0))
+    for i in range(256 // n):
+        at, place = x + i * n * 4, i * n // width
+        put_point_weights(weights, at, w + i * n * 4 if w != 0 else 0, n, spread)
+        store(levels, 0, intrinsics.splat(0.0))
+        bits = put_sizes(sizes, at, weights, n, paired)
+        most = intrinsics.largest(intrinsics.maximum(load(sizes, 0), load(sizes, n - 16)))
+        enough, scale = most >= least, most / (f32(15) if width == 4 else f32(5))
+        if enough and again == ALL:
+            scale = intrinsics.above(sizes, weights, n, 4, codes)
+            most = scale * f32(3)
+        if enough and most > 0:
+            scale = fit_points(
+                levels, sizes, weights, n, width, scale, most, trials, step, again, t
+            )
+        else:
+            bits, scale = 0, f32(0)
+        if scale < 0:
+            bits, scale = ~bits, -scale
+        for k in range(n // width):
+            intrinsics.put_short(numbers, place + k, entry_of(t, levels + k * width, width) >> 8)
+        if n == 16:
+            intrinsics.put_short(signs, i, bits)
+        else:
+            intrinsics.put_word(signs, i, bits)
+        intrinsics.poke(scales, i, scale)
+        highest = max(highest, scale)
+    return highest
+
+
+@code
+def put_scales(y: int, levels: int, scales: int, highest: f32, by: f32) -> None:
+    """The scale of a block in its first two bytes, times `by`, and the scales of its groups as levels 0 to 15."""
+    d = highest / f32(31)
+    intrinsics.put_half(y, 0, d * by)
+    intrinsics.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(15)))
+
+
+@code
+def put_nibbles(y: int, levels: int, n: int) -> None:
+    """The low four bits of n bytes, two in each."""
+    for i in range(n // 2):
+        both = intrinsics.short_at(levels, i)
+        intrinsics.put_byte(y, i, (both & 15) | (both >> 4 & 240))
+
+
+@part
+def sevens(signs: int) -> int:
+    """The first seven of each eight of 32 bits, in 28."""
+    low = (signs & 127) | (signs >> 1 & (127 << 7))
+    return low | (signs >> 2 & (127 << 14)) | (signs >> 3 & (127 << 21))

@@ -1,0 +1,151 @@
+"""ggml's first types: blocks of 32 values with one scale, and an offset in q4_1 and q5_1.
+
+Quantized bit for bit as ggml's reference. Formats: ggml-common.h.
+"""
+
+import numpy as np
+
+from packtrain.dtypes import intrinsics
+from packtrain.dtypes.element_type import Layout, packed
+
+f32 = np.float32
+q4_0 = packed("q4_0", 2, 32, 18, layout=Layout(32, 16, -8, (0,), 2))
+q4_1 = packed("q4_1", 3, 32, 20, layout=Layout(32, 16, None, (0, 2), 4))
+q5_0 = packed("q5_0", 6, 32, 22, layout=Layout(32, 32, -16, (0,), 6, high=2, high_runs=4))
+q5_1 = packed("q5_1", 7, 32, 24, layout=Layout(32, 32, None, (0, 2), 8, high=4, high_runs=4))
+q8_0 = packed("q8_0", 8, 32, 34, layout=Layout(32, 255, -127, (0,), 2))
+q4_0.mix("Q4_0", 2, weighed=q4_1)
+q4_1.mix("Q4_1", 3)
+q5_0.mix("Q5_0", 8, weighed=q5_1)
+q5_1.mix("Q5_1", 9)
+q8_0.mix("Q8_0", 7)
+
+
+@q4_0.unpack
+def unpack_q4_0(y, x, n):
+    for b in range(n):
+        at, out = x + b * 18, b * 32
+        d, q = intrinsics.half_at(at, 0), intrinsics.bytes_at(at, 2)
+        intrinsics.store(y, out, intrinsics.to_floats((q & 15) - 8) * d)
+        intrinsics.store(y, out + 16, intrinsics.to_floats((q >> 4) - 8) * d)
+
+
+@q4_0.pack
+def pack_q4_0(y, x, n):
+    for b in range(n):
+        to, at = y + b * 18, x + b * 128
+        d = intrinsics.extreme(at, 32) / f32(-8)
+        intrinsics.put_half(to, 0, d)
+        intrinsics.put_codes(to + 2, at, f32(0), intrinsics.reciprocal(d), f32(8.5), f32(15))
+
+
+@q4_1.unpack
+def unpack_q4_1(y, x, n):
+    for b in range(n):
+        at, out = x + b * 20, b * 32
+        d, m, q = intrinsics.half_at(at, 0), intrinsics.half_at(at, 1), intrinsics.bytes_at(at, 4)
+        intrinsics.store(y, out, intrinsics.to_floats(q & 15) * d + m)
+        intrinsics.store(y, out + 16, intrinsics.to_floats(q >> 4) * d + m)
+
+
+@q4_1.pack
+def pack_q4_1(y, x, n):
+    for b in range(n):
+        to, at = y + b * 20, x + b * 128
+        low, high = intrinsics.bounds(at)
+        d = (high - low) / f32(15)
+        intrinsics.put_half(to, 0, d)
+        intrinsics.put_half(to, 1, low)
+        intrinsics.put_codes(to + 4, at, low, intrinsics.reciprocal(d), f32(0.5), f32(15))
+
+
+@q5_0.unpack
+def unpack_q5_0(y, x, n):
+    for b in range(n):
+        at, out = x + b * 22, b * 32
+        d, q = intrinsics.half_at(at, 0), intrinsics.bytes_at(at, 6)
+        high = intrinsics.spread_bits(intrinsics.word_at(at + 2, 0)) >> intrinsics.lane_numbers()
+        intrinsics.store(y, out, intrinsics.to_floats(((q & 15) | ((high & 1) << 4)) - 16) * d)
+        intrinsics.store(
+            y, out + 16, intrinsics.to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d
+        )
+
+
+@q5_0.pack
+def pack_q5_0(y, x, n):
+    for b in range(n):
+        to, at = y + b * 22, x + b * 128
+        d = intrinsics.extreme(at, 32) / f32(-16)
+        intrinsics.put_half(to, 0, d)
+        intrinsics.put_word(
+            to + 2,
+            0,
+            intrinsics.put_codes(to + 6, at, f32(0), intrinsics.reciprocal(d), f32(16.5), f32(31)),
+        )
+
+
+@q5_1.unpack
+def unpack_q5_1(y, x, n):
+    for b in range(n):
+        at, out = x + b * 24, b * 32
+        d, m, q = intrinsics.half_at(at, 0), intrinsics.half_at(at, 1), intrinsics.bytes_at(at, 8)
+        high = intrinsics.spread_bits(intrinsics.word_at(at + 4, 0)) >> intrinsics.lane_numbers()
+        intrinsics.store(y, out, intrinsics.to_floats((q & 15) | ((high & 1) << 4)) * d + m)
+        intrinsics.store(y, out + 16, intrinsics.to_floats((q >> 4) | ((high >> 12) & 16)) * d + m)
+
+
+@q5_1.pack
+def pack_q5_1(y, x, n):
+    for b in range(n):
+        to, at = y + b * 24, x + b * 128
+        low, high = intrinsics.bounds(at)
+        d = (high - low) / f32(31)
+        intrinsics.put_half(to, 0, d)
+        intrinsics.put_half(to, 1, low)
+        intrinsics.put_word(
+            to + 4,
+            0,
+            intrinsics.put_codes(to + 8, at, low, intrinsics.reciprocal(d), f32(0.5), f32(31)),
+        )
+
+
+@q8_0.unpack
+def unpack_q8_0(y, x, n):
+    for b in range(n):
+        at, out = x + b * 34, b * 32
+        d = intrinsics.half_at(at, 0)
+        intrinsics.store(y, out, intrinsics.to_floats(intrinsics.chars_at(at, 2)) * d)
+        intrinsics.store(y, out + 16, intrinsics.to_floats(intrinsics.chars_at(at, 18)) * d)
+
+
+@q8_0.dot
+def dot_q8_0(x, w, n):
+    every = intrinsics.splat(0.0)
+    for p in range(0, n, 256):
+        a, b = intrinsics.splat(0.0), intrinsics.splat(0.0)
+        for i in range(p, min(p + 256, n), 32):
+            d = intrinsics.half_at(w, 0)
+            a = intrinsics.fma(
+                intrinsics.to_floats(intrinsics.chars_at(w, 2)) * d, intrinsics.load(x, i), a
+            )
+            b = intrinsics.fma(
+                intrinsics.to_floats(intrinsics.chars_at(w, 18)) * d, intrinsics.load(x, i + 16), b
+            )
+            w += 34
+        every += a + b
+    return intrinsics.total(every)
+
+
+@q8_0.pack
+def pack_q8_0(y, x, n):
+    for b in range(n):
+        to, at = y + b * 34, x + b * 128
+        d = intrinsics.largest(
+            intrinsics.maximum(
+                intrinsics.absolute(intrinsics.load(at, 0)),
+                intrinsics.absolute(intrinsics.load(at, 16)),
+            )
+        ) / f32(127)
+        intrinsics.put_half(to, 0, d)
+        intrinsics.put_rounded(to + 2, at, intrinsics.reciprocal(d))
+        intrinsics.put_rounded(to + 18, at + 64, intrinsics.reciprocal(d))

@@ -1,0 +1,288 @@
+"""Reverse-mode differentiation: from a loss to tensors that compute its gradients.
+
+Gradients are ordinary calls written after the forward ones, so they are planned and run like any other.
+Forward values that are not kept are recomputed by new calls, just before the backward pass of their segment.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from packtrain.dtypes import TRAINABLE, f32
+from packtrain.engine.call_site import written_for
+from packtrain.engine.graph import Graph
+from packtrain.engine.ops.elementwise import add
+from packtrain.engine.ops.stored_values import reads_again
+from packtrain.engine.tensor import Call, GraphError, Tensor, Unmet, constant, named, want
+
+Sink = Callable[[Tensor, Tensor], None]
+Gradients = dict[Tensor, Tensor]
+Keep = Collection[Tensor] | Mapping[Tensor, int] | None
+
+
+def differentiate(
+    loss: Tensor,
+    wrt: Sequence[Tensor],
+    keep: Keep = None,
+    then: Sink | None = None,
+    inner: Gradients | None = None,
+) -> Gradients:
+    """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
+
+    keep  forward values the backward pass may read; others are recomputed from them, segment by segment
+          (activation checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
+          writing ops, values read from a leaf before a write, and everything after the last kept value are
+          always kept; so an empty `keep` recomputes nothing, and of a value that was stored in bf16 and read back
+          (cast), or of a `stored_sum`, what it is made of is kept, whatever `keep` says. A mapping gives ranks: rank 0
+          is kept from the forward pass, rank 1 is kept when the segment after a kept value is recomputed, rank 2 when
+          that of a rank 1 value is, and so on; values without a rank are recomputed last, just before they are needed.
+          A rank below 0 is kept, too.
+    then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
+          written: an update written here uses the gradient at once, so that not all are kept.
+    inner filled with the gradient of every forward value that has one.
+
+    Raises GraphError: the loss is no scalar, does not depend on a tensor, a tensor is neither f32 nor
+    bf16, or an op has no gradient (all named).
+    """
+    calls, active, seed = _checked(loss, wrt)
+    recompute = _Recompute(calls, keep)
+    return _Backward(calls, active, wrt, recompute, then, inner, seed).walk(calls)
+
+
+def differentiate_twice(
+    loss: Tensor, wrt: Sequence[Tensor], again: Collection[Tensor], after: Collection[Tensor], keep: Keep,
+    first: Sink, then: Sink, inner: Gradients | None = None,
+) -> None:  # fmt: skip
+    """Gradients as of `differentiate`, those for `again`, some of `wrt`, twice: from the gradients of `after` on.
+
+    What reads `again` comes before `after`. Both are called with each of `wrt` and its gradient: `first` as the first
+    pass finds it; `then` after that pass, and for what is in `again` as a second pass finds it, from `after` back.
+    """
+    calls, active, seed = _checked(loss, wrt)
+    border = max(t.call.serial for t in after if t.call is not None)
+    before = [call for call in calls if call.serial <= border]
+    one = _Backward(calls, active, wrt, _Recompute(calls, keep), first, inner, seed)
+    one.walk(calls[len(before) :])
+    active = _dependents(before, again)
+    arrived = {t: d for t, d in one.partial.items() if t in active}
+    for t, d in one.walk(before).items():  # goes on; what it returns is of both parts
+        if t not in again:
+            then(t, d)
+    recompute = _Recompute(calls, keep)
+    _Backward(before, active, list(again), recompute, then, None, arrived).walk(before)
+
+
+def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
+    """The calls that lead to the loss, what of them depends on `wrt`, and the gradient of the loss."""
+    if loss.shape != () or loss.dtype != f32:
+        raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
+    calls = Graph([loss]).calls
+    packed = ", ".join(t.label for t in wrt if t.dtype not in TRAINABLE)
+    if packed:
+        raise GraphError(f"only f32 and bf16 tensors have gradients; {packed} cannot be trained")
+    active = _dependents(calls, wrt)
+    read = {t for call in calls for t in call.reads} | {loss}
+    unread = [t.label for t in wrt if t not in read]
+    if unread:
+        raise GraphError(f"the loss does not depend on {', '.join(unread)}")
+    without = [c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.results)]
+    if without:
+        lines = [f"    {c.results[0]}" for c in without]
+        raise GraphError("\n".join([f"no gradient (vjp) for {len(without)} calls:", *lines]))
+    return calls, active, {loss: constant("one", np.ones(()))}
+
+
+def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
+    """Tensors that depend on `wrt` differentiably; integer tensors do not."""
+    active = set(wrt)
+    for call in calls:
+        if any(t in active for t in call.inputs):
+            active.update(t for t in call.results if t.dtype in TRAINABLE)
+    return active
+
+
+class _Recompute:
+    """Provides forward values to the backward pass: kept ones as they are, others recomputed just before use."""
+
+    def __init__(self, calls: Sequence[Call], keep: Keep) -> None:
+        self.forward, self.all = set(calls), keep is None
+        self.ranks = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep or (), 0)
+        self.deepest = max(self.ranks.values(), default=0) + 1
+        kept = (t for t, rank in self.ranks.items() if rank <= 0)
+        self.tail = max((t.call.serial for t in kept if t.call), default=-1)
+        self.copies = dict[Tensor, Tensor]()
+        self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
+        self._kept: dict[Tensor, bool] = {}
+
+    def kept(self, t: Tensor) -> bool:
+        if t not in self._kept:
+            self._kept[t] = self._is_kept(t)
+        return self._kept[t]
+
+    def _is_kept(self, t: Tensor) -> bool:
+        return (
+            t.call is None
+            or self.ranks.get(t, 1) <= 0
+            or ((self.all or t.call.serial > self.tail) and not reads_again(t.call))
+            or t.call not in self.forward
+            or bool(t.call.op.writes)
+            or any(self.newest.get(x.base, x.handle) is not x.handle for x in t.call.reads)
+        )
+
+    def _there(self, t: Tensor) -> bool:
+        return self.kept(t) or t in self.copies
+
+    def rank(self, t: Tensor) -> int:
+        return self.ranks.get(t, self.deepest)
+
+    def values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+        wanted = list(tensors)
+        while missing := self._missing(t for t in wanted if t is not None):
+            self._compute(missing)
+        return [t if t is None else self.copies.get(t, t) for t in wanted]
+
+    def _missing(self, tensors: Iterable[Tensor]) -> dict[Call, None]:
+        """The calls that must be recomputed to get these tensors."""
+        missing: dict[Call, None] = {}
+        stack = list(tensors)
+        while stack:
+            t = stack.pop()
+            if self._there(t) or t.call in missing:
+                continue
+            assert t.call is not None
+            missing[t.call] = None
+            stack.extend(t.call.reads)
+        return missing
+
+    def _compute(self, missing: dict[Call, None]) -> None:
+        """Recompute the values of the lowest rank, and what they need; keeps only values of that rank."""
+        absent = [t for c in missing for t in c.results if not self._there(t)]
+        level = min(map(self.rank, absent))
+        targets = [t for t in absent if self.rank(t) == level]
+        passing = dict[Tensor, Tensor]()
+        for call in sorted(self._missing(targets), key=lambda c: c.serial):
+            for old, new in zip(call.results, self._again(call, passing), strict=True):
+                if old.name:
+                    named(f"{old.name} again", new)
+                if not self.kept(old):
+                    (self.copies if self.rank(old) == level else passing)[old] = new
+
+    def _again(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """The call, written a second time on recomputed inputs."""
+        inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
+        with written_for(call.origin, "backward" if reads_again(call) else "recomputed"):
+            return results(call.op(*inputs, **call.attrs))
+
+
+def results(given: Any) -> tuple[Tensor, ...]:
+    """The results of calling an op, always as a tuple."""
+    return given if isinstance(given, tuple) else (given,)
+
+
+class _Backward:
+    """One walk over the calls in reverse, collecting gradients until they are complete."""
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        active: set[Tensor],
+        wrt: Sequence[Tensor],
+        recompute: _Recompute,
+        then: Sink | None,
+        inner: Gradients | None,
+        partial: Gradients,
+    ) -> None:
+        self.inner, self.partial = inner, partial
+        self.calls, self.active, self.recompute, self.then = calls, active, recompute, then
+        self.wrt = list(dict.fromkeys(wrt))
+        self.gradients: Gradients = {}
+        self.first_use = self._first_uses()
+        self._complete(None)
+
+    def _first_uses(self) -> dict[Call | None, list[Tensor]]:
+        """For each call the tensors of `wrt` whose gradient is complete once that call's backward is written."""
+        wanted, first = set(self.wrt), dict[Tensor, Call]()
+        for call in self.calls:
+            for t in call.reads:
+                if t in wanted:
+                    first.setdefault(t, call)
+        done: dict[Call | None, list[Tensor]] = {}
+        for t in self.wrt:
+            done.setdefault(first.get(t), []).append(t)
+        return done
+
+    def walk(self, calls: Sequence[Call]) -> Gradients:
+        """The backward pass of these calls; the gradients that are complete."""
+        for call in reversed(calls):
+            if any(t in self.partial for t in call.results):
+                self._backward(call)
+            self._complete(call)
+        return {t: self.gradients[t] for t in self.wrt if t in self.gradients}
+
+    def _backward(self, call: Call) -> None:
+        dy = [self.partial.pop(t, None) for t in call.results]
+        for result, arrived in zip(call.results, dy, strict=True):
+            if result.name and arrived is not None and arrived.name is None:
+                named(f"d/{result.name}", arrived)
+            if self.inner is not None and arrived is not None:
+                self.inner[result] = arrived
+        count = len(call.results)
+        values = self.recompute.values([*call.results, *call.inputs])
+        y, inputs = values[:count], values[count:]
+        rule: Any = call.op.vjp_rule
+        own = (dy, y) if call.several else (dy[0], y[0])
+        with written_for(call.origin, "backward"):
+            try:
+                given = list(rule(*own, *inputs, **call.attrs))
+                for t, d in zip(call.inputs, given, strict=False):
+                    if t in self.active and (d is None or d.shape != t.shape):
+                        want(d is not None, f"no gradient for its input {t.label}")
+                        raise Unmet(f"its gradient for {t.label} {t.spec} is {d.spec}")
+            except Unmet as unmet:
+                raise GraphError(f"{call.op.name}: {unmet}\n  at {call.where}") from None
+            newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
+            folded = self._fold(call, given, newest)
+            for i, t in enumerate(call.inputs):
+                if t is not None and t in self.active:
+                    before = None if i in folded else self.partial.get(t)
+                    self.partial[t] = given[i] if before is None else add(before, given[i])
+
+    def _fold(self, call: Call, given: list[Tensor | None], newest: int) -> set[int]:
+        """If a gradient is added to an earlier one and the op that produced it can accumulate (`acc`), let it do so.
+
+        Changes `given`: the call is replaced, so its other results must come from the new one, too.
+        """
+        folded = set()
+        for i, t in enumerate(call.inputs):
+            d = given[i]
+            if t is None or d is None or t not in self.partial or call.inputs.index(t) != i:
+                continue
+            producer = d.call
+            if producer is None or producer.serial <= newest or d.index or producer.op.acc is None:
+                continue
+            if producer.inputs[producer.op.acc] is not None or sum(g is d for g in given) > 1:
+                continue  # it accumulates already, or is also the gradient of another input, which must not change
+            inputs = [
+                self.partial[t] if k == producer.op.acc else x
+                for k, x in enumerate(producer.inputs)
+            ]
+            again = producer.op(*inputs, **producer.attrs)
+            given[:] = [
+                g if g is None or g.call is not producer else results(again)[g.index] for g in given
+            ]
+            folded.add(i)
+        return folded
+
+    def _complete(self, call: Call | None) -> None:
+        for t in self.first_use.get(call, ()):
+            if t not in self.partial:
+                raise GraphError(
+                    f"no gradient reaches {t.label}: every path from it to the loss has gradient zero"
+                )
+            gradient = self.partial[t]
+            if gradient.name is None:
+                named(f"d/{t.stem}", gradient)
+            self.gradients[t] = gradient
+            if self.then is not None:
+                self.then(t, gradient)

@@ -1,0 +1,45 @@
+"""Copies from and to a GPU on a stream of their own, beside its kernels, and memory of the host that they reach.
+
+Tested with a stand-in for CUDA; not yet run on a GPU by its authors.
+"""
+
+import weakref
+from typing import Any
+
+from packtrain.engine.backends.cuda_graphs import cuda_of
+
+STREAMS: dict[str, Any] = {}
+LOCKED = set[int]()  # where buffers begin that are locked
+
+
+def begin(device: str, to: Any, given: Any) -> None:
+    """Begin to copy a tensor to another, of which at least one is on the device, when the kernels before are done."""
+    cuda = cuda_of(device)
+    if device not in STREAMS:
+        STREAMS[device] = cuda.Stream(device)
+    stream = STREAMS[device]
+    for place in {device, *(str(one.device) for one in (to, given) if one.is_cuda)}:
+        stream.wait_stream(cuda.current_stream(place))
+    with cuda.stream(stream):
+        to.copy_(given, non_blocking=True)
+
+
+def arrived(device: str) -> None:
+    """Wait until what was begun is there: for the host, which may then use either side again."""
+    if device in STREAMS:
+        STREAMS[device].synchronize()
+
+
+def lock(device: str, buffer: Any) -> None:
+    """Lock the pages of an array of the host; where that cannot be, copies take a detour."""
+    runtime, begins = cuda_of(device).cudart(), buffer.ctypes.data
+    if not buffer.nbytes or begins in LOCKED:
+        return
+    if runtime.cudaHostRegister(begins, buffer.nbytes, 0) == runtime.cudaError.success:
+        LOCKED.add(begins)
+        weakref.finalize(buffer, _unlock, runtime, begins)
+
+
+def _unlock(runtime: Any, begins: int) -> None:
+    LOCKED.discard(begins)
+    runtime.cudaHostUnregister(begins)

@@ -1,0 +1,120 @@
+"""Gated activations, and rotations of queries and keys."""
+
+import torch
+import triton
+import triton.language as tl
+
+from packtrain.engine.backends.triton import blocks, launch
+
+BLOCK = 1024
+
+
+@triton.jit
+def _activated(x, TANH: tl.constexpr):
+    """f(x) and its slope: silu, or gelu in its tanh form."""
+    if TANH:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        t = 1 - 2 / (tl.exp(2 * inner) + 1)
+        slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.7978845608028654 * (1 + 0.134145 * x * x)
+        return 0.5 * x * (1 + t), slope
+    s = 1 / (1 + tl.exp(-x))
+    return x * s, s * (1 + x * (1 - s))
+
+
+@triton.jit
+def _gated(y, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < n
+    f, _ = _activated(tl.load(gate + at, mask=here, other=0.0), TANH)
+    tl.store(y + at, f * tl.load(up + at, mask=here, other=0.0), mask=here)
+
+
+@triton.jit
+def _gated_back(dgate, dup, dy, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < n
+    f, slope = _activated(tl.load(gate + at, mask=here, other=0.0), TANH)
+    d = tl.load(dy + at, mask=here, other=0.0)
+    of_gate = d * tl.load(up + at, mask=here, other=0.0) * slope
+    tl.store(dgate + at, of_gate, mask=here)
+    tl.store(dup + at, d * f, mask=here)
+
+
+@triton.jit
+def _turned(
+    y, x, table, heads: tl.constexpr, width: tl.constexpr, half: tl.constexpr,
+    NEOX: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here, head, i = at < heads * half, at // half, at % half
+    first = row * heads * width + head * width + (i if NEOX else 2 * i)
+    second = first + (half if NEOX else 1)
+    cos = tl.load(table + row * half * 2 + 2 * i, mask=here, other=0.0)
+    sin = tl.load(table + row * half * 2 + 2 * i + 1, mask=here, other=0.0)
+    sin = -sin if INVERSE else sin
+    a, b = tl.load(x + first, mask=here, other=0.0), tl.load(x + second, mask=here, other=0.0)
+    tl.store(y + first, a * cos - b * sin, mask=here)
+    tl.store(y + second, a * sin + b * cos, mask=here)
+    if REST:
+        left = width - 2 * half
+        for start in range(tl.program_id(1) * BLOCK, heads * left, tl.num_programs(1) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            there = row * heads * width + at // left * width + 2 * half + at % left
+            tl.store(
+                y + there,
+                tl.load(x + there, mask=at < heads * left, other=0.0),
+                mask=at < heads * left,
+            )
+
+
+@triton.jit
+def _split(high, low, x, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n, other=0.0)
+    rounded = value.to(tl.bfloat16)
+    tl.store(high + at, rounded, mask=at < n)
+    tl.store(low + at, (value - rounded.to(tl.float32)).to(tl.bfloat16), mask=at < n)
+
+
+def split(x):
+    """x f32, a matrix or a transposed one, as the sum of two bf16."""
+    if not x.is_contiguous() and x.mT.is_contiguous():
+        return tuple(part.mT for part in split(x.mT))
+    x = x.contiguous()
+    high, low = (torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2))
+    launch(_split, (blocks(x.numel(), BLOCK),), high, low, x, x.numel(), BLOCK=BLOCK)
+    return high, low
+
+
+def _gate(y, gate, up, tanh):
+    n = y.numel()
+    launch(_gated, (blocks(n, BLOCK),), y, gate, up, n, TANH=tanh, BLOCK=BLOCK)
+
+
+def _gate_back(out, dy, gate, up, tanh):
+    n = dy.numel()
+    launch(_gated_back, (blocks(n, BLOCK),), *out, dy, gate, up, n, TANH=tanh, BLOCK=BLOCK)
+
+
+def swiglu(y, gate, up):
+    _gate(y, gate, up, False)
+
+
+def geglu(y, gate, up):
+    _gate(y, gate, up, True)
+
+
+def swiglu_back(out, dy, gate, up):
+    _gate_back(out, dy, gate, up, False)
+
+
+def geglu_back(out, dy, gate, up):
+    _gate_back(out, dy, gate, up, True)
+
+
+def rope(y, x, table, *, neox, inverse):
+    (heads, width), half = x.shape[-2:], table.shape[-2]
+    rows = x.numel() // max(heads * width, 1)
+    how = {"NEOX": neox, "INVERSE": inverse, "REST": width > 2 * half, "BLOCK": 256}
+    launch(_turned, (rows, blocks(heads * half, 256)), y, x, table, heads, width, half, **how)

@@ -1,0 +1,125 @@
+"""Values of block types: the functions in types/ that unpack a block, compiled by Triton for many blocks at once.
+
+Their words (`load`, `half_at`, …) mean what they mean to `ops.torch_blocks`: a number of each block is (N, 1), sixteen
+lanes are (N, 16), and an address is a pointer into each block. Types that look values up in tables are left to PyTorch.
+"""
+
+from functools import cache
+from types import FunctionType, ModuleType
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from packtrain.engine.backends.triton import blocks, launch
+
+SIZE = 32  # blocks of a program
+
+
+@triton.jit
+def lane_numbers():
+    return tl.arange(0, 16)[None, :]
+
+
+@triton.jit
+def byte_at(at, i):
+    return tl.load(at + i).to(tl.int32)
+
+
+@triton.jit
+def char_at(at, i):
+    return byte_at(at, i).to(tl.int8).to(tl.int32)
+
+
+@triton.jit
+def short_at(at, i):
+    return byte_at(at, 2 * i) | (byte_at(at, 2 * i + 1) << 8)
+
+
+@triton.jit
+def word_at(at, i):
+    return short_at(at, 2 * i).to(tl.int64) | (short_at(at, 2 * i + 1).to(tl.int64) << 16)
+
+
+@triton.jit
+def half_at(at, i):
+    return short_at(at, i).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def bytes_at(at, i):
+    return tl.load(at + i + lane_numbers()).to(tl.int32)
+
+
+@triton.jit
+def chars_at(at, i):
+    return bytes_at(at, i).to(tl.int8).to(tl.int32)
+
+
+@triton.jit
+def store(to, i, values):
+    tl.store(to + i + lane_numbers(), values)
+
+
+@triton.jit
+def to_floats(x):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def spread_bits(word):
+    return word
+
+
+WORDS = {
+    f.__name__: f
+    for f in (
+        byte_at, bytes_at, char_at, chars_at, half_at, lane_numbers, short_at, spread_bits, store, to_floats, word_at,
+    )
+}  # fmt: skip
+
+
+@triton.jit
+def _unpack(
+    y, x, count, UNPACK: tl.constexpr, BYTES: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    block = tl.minimum(at, count - 1)[:, None]  # the last one several times, with the same values
+    UNPACK(y + block * VALUES, x + block * BYTES, 1)
+
+
+def unpacked(y, x, code):
+    """Write the values of blocks x (N, bytes of a block) u8 to y (N, values of a block) f32, both dense, with the same
+    bits everywhere; False if the type's function needs words that are not known here."""
+    function = _compiled(code)
+    if function is not None:
+        how = {"UNPACK": function, "BYTES": x.shape[1], "VALUES": y.shape[1], "SIZE": SIZE}
+        launch(_unpack, (blocks(len(x), SIZE),), y, x, len(x), **how, enable_fp_fusion=False)
+    return function is not None
+
+
+@cache
+def _compiled(code):
+    """The function of a code with these words in place of those for compiled kernels, for Triton; None if it needs
+    others."""
+    plain, found, words = code.function, dict[str, object](), ()
+    for name in plain.__code__.co_names:
+        value = plain.__globals__.get(name)
+        if isinstance(value, ModuleType):  # of words
+            found[name] = module = ModuleType(value.__name__)
+            vars(module).update(WORDS)
+            words = vars(value)["ASKED"]
+        elif value is np.float32:
+            found[name] = to_floats
+        elif hasattr(value, "function"):
+            found[name] = _compiled(value)
+        elif isinstance(value, int):
+            found[name] = tl.constexpr(value)
+        elif name in plain.__globals__ or name in words:
+            found[name] = WORDS.get(name)
+    if None in found.values():
+        return None
+    names = {"__name__": plain.__module__, "__builtins__": __builtins__, "tl": tl, **found}
+    made = FunctionType(plain.__code__, names, plain.__name__)
+    made.__qualname__ = plain.__qualname__
+    return triton.jit(made)

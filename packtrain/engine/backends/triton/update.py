@@ -1,0 +1,64 @@
+"""An optimizer's step, and the sum of squares for clipping."""
+
+import torch
+import triton
+import triton.language as tl
+
+from packtrain.engine.backends.triton import blocks, launch, power_of_two
+
+BLOCK = 1024
+PARTS = 512  # sums at most that are added up last; the same on every GPU, so that bits are
+
+
+@triton.jit
+def _adamw(w, g, m, v, hyper, gate, n, DECAY: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(gate) + tl.zeros((BLOCK,), tl.float32)
+    here = (at < n) & (factor - factor == 0)
+    lr, beta1, beta2 = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
+    eps, decay = tl.load(hyper + 3), tl.load(hyper + 4)
+    c1, c2 = tl.load(hyper + 5), tl.load(hyper + 6)
+    slope = tl.load(g + at, mask=here, other=0.0) * factor
+    first = beta1 * tl.load(m + at, mask=here, other=0.0) + (1 - beta1) * slope
+    second = beta2 * tl.load(v + at, mask=here, other=0.0) + (1 - beta2) * slope * slope
+    kept = tl.load(w + at, mask=here, other=0.0)
+    if DECAY:
+        kept *= 1 - lr * decay
+    tl.store(m + at, first, mask=here)
+    tl.store(v + at, second, mask=here)
+    tl.store(w + at, kept - lr * (first / c1) / (tl.sqrt(second / c2) + eps), mask=here)
+
+
+@triton.jit
+def _squares(parts, x, n, BLOCK: tl.constexpr):
+    """Of blocks that are as far apart as there are programs, in f64."""
+    program, total = tl.program_id(0).to(tl.int64), tl.zeros((BLOCK,), tl.float64)
+    for start in range(program * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)
+        total += value * value
+    tl.store(parts + program, tl.sum(total))
+
+
+@triton.jit
+def _added(y, parts, acc, count, ADDED: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(parts + at, mask=at < count, other=0.0))
+    if ADDED:
+        total += tl.load(acc).to(tl.float64)
+    tl.store(y, total.to(tl.float32))
+
+
+def adamw(w, g, m, v, hyper, gate, decay):
+    """On f32, in place; nothing changes if the gate is not finite."""
+    n = w.numel()
+    launch(_adamw, (blocks(n, BLOCK),), w, g, m, v, hyper, gate, n, DECAY=decay, BLOCK=BLOCK)
+
+
+def sum_squares(y, x, acc):
+    n = x.numel()
+    count = min(max(blocks(n, BLOCK), 1), PARTS)
+    parts = torch.empty(count, dtype=torch.float64, device=x.device)
+    launch(_squares, (count,), parts, x, n, BLOCK=BLOCK)
+    how = {"ADDED": acc is not None, "BLOCK": power_of_two(count)}
+    launch(_added, (1,), y, parts, x if acc is None else acc, count, **how)

@@ -1,0 +1,126 @@
+"""Graph: the calls that some outputs need, in the order written; verified on creation, printable."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+from packtrain.engine.tensor import Call, GraphError, Tensor
+
+
+class Graph:
+    """The calls that `outputs` (values to read) and `updates` (leaf handles to compute) need, in the order written.
+
+    away  values of the forward pass that wait for the backward pass in the process's memory, if they were computed
+          elsewhere; `place` copies them
+
+    Raises GraphError if two leaves share a name or a call reads a leaf's older handle after a write to it.
+    """
+
+    def __init__(
+        self, outputs: Mapping[str, Tensor] | Iterable[Tensor], updates: Iterable[Tensor] = ()
+    ) -> None:
+        self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _by_name(outputs)
+        self.updates, self.away = tuple(updates), frozenset[Tensor]()
+        idle = [t.label for t in self.updates if t.call is None or not t.call.op.writes]
+        if idle:
+            raise GraphError(
+                f"updates has {', '.join(idle)}; each must be the handle that a writing op returned"
+            )
+        self.calls = _reachable([*self.outputs.values(), *self.updates])
+        read = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
+        self.leaves = tuple(dict.fromkeys(t.base for t in read if t.base.kind))
+        self.names = self._unique_names()
+        self.check_handles(self.calls)
+
+    def _unique_names(self) -> dict[Tensor, str]:
+        """Weights, states and inputs by their own names; others are made unique by a suffix #2, #3 …"""
+        names: dict[Tensor, str] = {}
+        taken: dict[str, int] = {}
+        for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
+            if leaf.label in taken:
+                raise GraphError(
+                    f"two leaves are called {leaf.name}; names of leaves must be unique"
+                )
+            names[leaf] = leaf.label
+            taken[leaf.label] = 1
+        results = (t for call in self.calls for t in call.results)
+        for t in (*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results):
+            names[t] = unique(t.stem, taken)
+        return names
+
+    def check_handles(self, calls: Iterable[Call]) -> None:
+        """Raise GraphError if a call in this order reads a leaf's older handle after a write to it."""
+        current: dict[Tensor, Tensor] = {}
+        for call in calls:
+            for t in call.reads:
+                if t.base.kind:
+                    self._check_fresh(t, current, call.op.name, call.where)
+            for index in range(len(call.op.writes)):
+                current[call.results[index].base] = call.results[index]
+        for name, t in self.outputs.items():
+            if t.base.kind:
+                self._check_fresh(t, current, f"output {name}", "")
+
+    def _check_fresh(self, t: Tensor, current: dict[Tensor, Tensor], who: str, where: str) -> None:
+        newest = current.get(t.base)
+        if newest is None or t.handle is newest:
+            return
+        assert newest.call is not None
+        site = f"\n  at {where}" if where else ""
+        raise GraphError(
+            f"{who}: reads {t.base.name} as it was before {newest.call.op.name} wrote it at {newest.call.where}; "
+            f"read the handle that {newest.call.op.name} returned, or copy the value before the write{site}"
+        )
+
+    @property
+    def written(self) -> list[str]:
+        """The leaves that calls write, by name."""
+        handles = (t for call in self.calls for t in call.results[: len(call.op.writes)])
+        return [t.base.label for t in handles]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for graphs with the same calls, specs, attributes and names, independent of source lines."""
+        return hashlib.sha256("\n".join(self._lines(origins=False)).encode()).hexdigest()[:16]
+
+    def _lines(self, *, origins: bool) -> list[str]:
+        lines = [f"{leaf.kind} {leaf.line(self.names)}" for leaf in self.leaves]
+        for call in self.calls:
+            where = f"  # {call.where}" if origins else ""
+            lines += [t.line(self.names) + where for t in call.results]
+        return lines + [f"output {name} = {self.names[t]}" for name, t in self.outputs.items()]
+
+    def __str__(self) -> str:
+        return "\n".join([f"graph of {len(self.calls)} calls", *self._lines(origins=True)])
+
+
+def unique(name: str, taken: dict[str, int]) -> str:
+    """`name`, or `name#2`, `name#3` … if that is taken; `taken` holds the last number used for each name."""
+    free = name
+    while free in taken:
+        taken[name] += 1
+        free = f"{name}#{taken[name]}"
+    taken[free] = 1
+    return free
+
+
+def _by_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    listed = list(tensors)
+    found = {t.label: t for t in listed}
+    if len(found) < len(set(listed)) or any(t.name is None for t in listed if len(listed) > 1):
+        raise GraphError(
+            f"outputs {[t.label for t in listed]} need unique names; give a dict of name -> tensor"
+        )
+    return found
+
+
+def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:
+    found: set[Call] = set()
+    stack = [t.call for t in roots]
+    while stack:
+        call = stack.pop()
+        if call is None or call in found:
+            continue
+        found.add(call)
+        stack.extend(t.call for t in call.inputs if t is not None)
+    return tuple(sorted(found, key=lambda call: call.serial))

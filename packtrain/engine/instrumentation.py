@@ -1,0 +1,204 @@
+"""The slow way to run a bound plan: the same kernels, with watchers and checks. See debug for the flags."""
+
+import fnmatch
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.debug import flags
+from packtrain.dtypes import u8
+from packtrain.engine.backends import Backend
+from packtrain.engine.memory_plan import Place, Plan
+from packtrain.engine.placement import Placed
+from packtrain.engine.step import BEGIN, Step
+from packtrain.engine.tensor import Spec, Tensor
+
+CHECKS = frozenset({"time", "nan", "poison", "compare"})  # the flags that need an Observer
+NAN = 255  # in each byte of a float
+TOLERANCE = (
+    1e-4  # of the largest value: how much a cpu kernel may differ from the f32 specification
+)
+
+See = Callable[[str, np.ndarray], None]
+Run = Callable[[], Any]  # None, or a shorter call that does the same, see ops.arrays.again
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A step with its arrays, and the call that runs it."""
+
+    step: Step
+    results: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    work: tuple[Any, ...]
+    run: Run
+
+
+def report(placed: Placed, plan: Plan) -> None:
+    """Print graph, placement and plan, as the flags say."""
+    for flag, stage in (("graph", placed.graph), ("place", placed), ("plan", plan)):
+        if flag in flags():
+            print(stage, file=sys.stderr)
+
+
+class Observer:
+    """Bound steps as calls with watchers and checks.
+
+    arenas    by space and name
+    watchers  a shell pattern of tensor names, and what is called with name and value
+    on        flags of `debug`
+    """
+
+    def __init__(
+        self,
+        placed: Placed,
+        plan: Plan,
+        steps: Sequence[Bound],
+        arenas: Mapping[Place, Any],
+        watchers: Sequence[tuple[str, See]],
+        on: frozenset[str],
+    ) -> None:
+        self.placed, self.plan, self.steps = placed, plan, steps
+        self.arenas, self.watchers, self.on = arenas, watchers, on
+        self.names = placed.names
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.freed = self._freed() if "poison" in on else {}
+
+    def calls(self, *, updates: bool = True) -> list[Run]:
+        """The steps as calls; without those that write leaves if not `updates`."""
+        steps = enumerate(self.steps)
+        return [partial(self._step, i, s) for i, s in steps if updates or not s.step.op.writes]
+
+    def report(self) -> None:
+        """Print the time of each op, if asked."""
+        if "time" in self.on:
+            total = sum(self.seconds.values())
+            for name, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
+                print(f"{seconds * 1e3:10.3f} ms {seconds / total:6.1%}  {name}", file=sys.stderr)
+
+    def _step(self, i: int, bound: Bound) -> None:
+        backend, before = bound.step.backend, []
+        if self.on & {"compare", "nan"}:
+            before = [None if x is None else backend.read(x) for x in bound.inputs]
+        if "poison" in self.on:
+            self._poison_fresh(bound)
+        began = time.perf_counter()
+        bound.run()
+        backend.sync()
+        self.seconds[bound.step.op.name] += time.perf_counter() - began
+        if "nan" in self.on:
+            self._check_finite(bound, before)
+        if "compare" in self.on:
+            self._compare(bound, before)
+        for pattern, see in self.watchers:
+            for t, array in zip(bound.step.results, bound.results, strict=True):
+                if (
+                    array is not None
+                    and bound.step.op is not BEGIN
+                    and fnmatch.fnmatchcase(self.names[t], pattern)
+                ):
+                    see(self.names[t], backend.read(array))
+        for freed_by, array in self.freed.get(i, ()):
+            freed_by.fill(array, NAN)
+
+    # ---- poison
+
+    def _poison_fresh(self, bound: Bound) -> None:
+        """Poison results and workspace, except updated leaves and inputs that the result may overwrite."""
+        step, backend = bound.step, bound.step.backend
+        for i, array in enumerate(bound.results):
+            own = [bound.inputs[k] for k in (*step.op.inplace.get(i, ()), *step.op.writes)]
+            if array is not None and not any(
+                x is not None and backend.overlap(array, x) for x in own
+            ):
+                backend.fill(array, NAN)
+        for array in bound.work:
+            backend.fill(array, NAN)
+
+    def _freed(self) -> dict[int, list[tuple[Backend, Any]]]:
+        """For each step, the arrays of buffers that are not needed after it; outputs are read after the last."""
+        freed: dict[int, list[tuple[Backend, Any]]] = {}
+        outputs = {self.names[t.base] for t in self.placed.graph.outputs.values()}
+        backends = {b.space: b for b in self.placed.home.values()}
+        for b in self.plan.buffers:
+            if outputs.isdisjoint(b.tensors):
+                bytes_ = Spec((b.nbytes,), u8)
+                array = backends[b.space].view(self.arenas[b.place], b.offset, bytes_, (1,))
+                freed.setdefault(b.end - 1, []).append((backends[b.space], array))
+        return freed
+
+    # ---- checks
+
+    def _check_finite(self, bound: Bound, before: list[Any]) -> None:
+        step = bound.step
+        for t, array in zip(step.results, bound.results, strict=True):
+            if array is None or step.op is BEGIN or not _is_float(t) or step.backend.finite(array):
+                continue
+            array = step.backend.read(array)
+            bad = np.argwhere(~np.isfinite(array))[0].tolist()
+            lines = [
+                f"{step.op.name}: {self.names[t]} is {array[tuple(bad)]} at {bad}",
+                f"  at {step.call.where} ({step.call.phase})",
+            ]
+            lines += [
+                f"    {self._range(x, a)}"
+                for x, a in zip(step.inputs, before, strict=True)
+                if x is not None
+            ]
+            raise FloatingPointError("\n".join(lines))
+
+    def _range(self, t: Tensor, array: np.ndarray) -> str:
+        name = self.names.get(t) or self.names[t.base]
+        return (
+            f"{name}: {t.spec} from {array.min():.6g} to {array.max():.6g}"
+            if array.size and not array.dtype.names
+            else f"{name}: {t.spec}"
+        )
+
+    def _compare(self, bound: Bound, before: list[Any]) -> None:
+        """Raise AssertionError if a result differs from the f64 specification by more than f32 rounding explains."""
+        step = bound.step
+        if step.op is not step.call.op:
+            return
+        exact, plain = (self._specified(bound, before, real) for real in (np.float64, np.float32))
+        for t, want, near, array in zip(step.results, exact, plain, bound.results, strict=True):
+            if want is None or not _is_float(t):
+                continue
+            got = step.backend.read(array)
+            top = float(np.abs(want[np.isfinite(want)]).max(initial=0.0))
+            rounding = float(np.nanmax(np.abs(near - want), initial=0.0))
+            allowed = TOLERANCE * top + 10 * rounding + 1e-30
+            if not np.allclose(got, want, rtol=0, atol=allowed, equal_nan=True):
+                worst = float(np.nanmax(np.abs(got - want)))
+                raise AssertionError(
+                    f"{step.op.name}: {self.names[t]} differs from the specification by {worst:.3g} "
+                    f"(largest value {top:.3g})\n  at {step.call.where}"
+                )
+
+    def _specified(self, bound: Bound, before: list[Any], real: type) -> tuple[Any, ...]:
+        """The numpy kernel's results for the original inputs, with floats computed as `real`."""
+
+        def wide(dtype: np.dtype) -> Any:
+            return real if dtype == np.float32 else dtype
+
+        step = bound.step
+        inputs = [None if x is None else np.array(x, wide(x.dtype)) for x in before]
+        wrote = [inputs[i] for i in step.op.writes]
+        fresh = [
+            None if a is None else np.zeros(t.dtype.array_shape(t.shape), wide(t.dtype.numpy))
+            for t, a in zip(step.results, bound.results, strict=True)
+        ]
+        results = (*wrote, *fresh[len(wrote) :])
+        out = results if step.call.several else results[0]
+        step.op.kernels["numpy"].run(out, *inputs, **step.call.attrs)
+        return results
+
+
+def _is_float(t: Tensor) -> bool:
+    return bool(t.dtype.numpy.kind == "f")

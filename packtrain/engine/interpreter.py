@@ -1,0 +1,59 @@
+"""The executable specification: run a Graph with `numpy` kernels on fresh arrays, in any float precision.
+
+No placement, no plan, no reuse. Slow and simple; the engine must give equal results.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packtrain.dtypes import f32
+from packtrain.engine.graph import Graph
+from packtrain.engine.tensor import Call, Tensor
+
+
+def interpret(
+    graph: Graph, values: Mapping[str, Any], real: type = np.float64
+) -> dict[str, np.ndarray]:
+    """Outputs, and new values of updated leaves, by name; f32 tensors are computed as `real`.
+
+    values  a value for every weight, state and input leaf, by name
+    """
+    return _Interpreter(values, real).run(graph)
+
+
+class _Interpreter:
+    def __init__(self, values: Mapping[str, Any], real: type) -> None:
+        self.values, self.real = values, np.dtype(real)
+        self.storage: dict[Tensor, np.ndarray] = {}
+
+    def run(self, graph: Graph) -> dict[str, np.ndarray]:
+        for leaf in graph.leaves:
+            value = leaf.value if leaf.kind == "constant" else self.values[leaf.label]
+            shape = leaf.dtype.array_shape(leaf.shape)
+            self.storage[leaf] = np.array(value, self._dtype(leaf), order="C").reshape(shape)
+        with np.errstate(all="ignore"):
+            for call in graph.calls:
+                if not call.op.view:
+                    self._call(call)
+        updated = {t.base.label: self.storage[t.base].copy() for t in graph.updates}
+        return updated | {name: self._array(t).copy() for name, t in graph.outputs.items()}
+
+    def _call(self, call: Call) -> None:
+        inputs = [None if t is None else self._array(t) for t in call.inputs]
+        for t in call.results:
+            if t.base is t:
+                self.storage[t] = np.full(t.shape, np.nan if t.dtype is f32 else 0, self._dtype(t))
+        results = tuple(self._array(t) for t in call.results)
+        call.op.kernels["numpy"].run(results if call.several else results[0], *inputs, **call.attrs)
+
+    def _dtype(self, t: Tensor) -> np.dtype:
+        return self.real if t.dtype is f32 else t.dtype.numpy
+
+    def _array(self, t: Tensor) -> np.ndarray:
+        storage = self.storage[t.base]
+        wider = storage.itemsize // t.dtype.block_nbytes
+        strides = tuple(s * wider for s in t.strides)
+        shape = t.dtype.array_shape(t.shape)
+        return np.ndarray(shape, storage.dtype, storage, t.offset * wider, strides)

@@ -1,0 +1,17 @@
+"""From a placed graph to offsets: lifetimes, the Plan, and a verifier that replays it. `packing` finds the offsets."""
+
+from packtrain.engine.memory_plan.memory_order import least_order
+from packtrain.engine.memory_plan.memory_plan import (
+    Arena,
+    Buffer,
+    Place,
+    Plan,
+    make_plan,
+    size_text,
+)
+from packtrain.engine.memory_plan.plan_verifier import PlanError, verify
+
+__all__ = [
+    "Arena", "Buffer", "Place", "Plan", "PlanError", "least_order", "make_plan", "size_text",
+    "verify",
+]  # fmt: skip

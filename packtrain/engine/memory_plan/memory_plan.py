@@ -1,0 +1,210 @@
+"""Plan: where every byte of a run lives, as data that prints, compares, verifies and goes to JSON."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from packtrain.engine.backends import HOST, aligned
+from packtrain.engine.memory_plan.lifetimes import Storage, columns, in_one, storages
+from packtrain.engine.packing import height, lower_bound, pack
+from packtrain.engine.placement import Placed
+from packtrain.engine.step import Step
+from packtrain.engine.tensor import GraphError
+
+Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+Place = tuple[str, str]  # a space, and the name of one of its arenas
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """`nbytes` at `offset` of an arena of a space during steps [start, end), used by `tensors` one after another."""
+
+    name: str
+    op: str
+    category: str
+    space: str
+    start: int
+    end: int
+    offset: int
+    nbytes: int
+    tensors: tuple[str, ...]
+    arena: str = ""
+
+    @property
+    def place(self) -> Place:
+        return self.space, self.arena
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """An arena of a memory space: its bytes, the most bytes alive at once and when, and the bytes outside.
+
+    Weights, states and constants of a space count in its arena without a name, rounded up to the alignment, and so does
+    what kernels take beside their workspaces (see Backend.pool).
+    """
+
+    space: str
+    nbytes: int
+    lower_bound: int
+    peak_step: int
+    weight_nbytes: int
+    state_nbytes: int
+    constant_nbytes: int
+    name: str = ""
+    pool_nbytes: int = 0
+
+    @property
+    def place(self) -> Place:
+        return self.space, self.name
+
+    @property
+    def gap(self) -> float:
+        """Bytes lost to packing, as a fraction of the lower bound; 0: proved optimal."""
+        return self.nbytes / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def outside(self) -> int:
+        return self.weight_nbytes + self.state_nbytes + self.constant_nbytes + self.pool_nbytes
+
+    def __str__(self) -> str:
+        where = f"{self.space}: arena {self.name}".rstrip()
+        return (
+            f"{where} {size_text(self.nbytes)}, gap {self.gap:.2%} over the lower bound "
+            f"{size_text(self.lower_bound)} at step {self.peak_step}; outside it {size_text(self.outside)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Offsets of everything in a run of the placed graph with this fingerprint, and of no other graph."""
+
+    fingerprint: str
+    steps: int
+    arenas: tuple[Arena, ...]
+    buffers: tuple[Buffer, ...] = field(repr=False)  # thousands
+
+    def arena(self, space: str = HOST, name: str = "") -> Arena:
+        """An arena of a space; empty if the run does not use it."""
+        unused = Arena(space, 0, 0, 0, 0, 0, 0, name)
+        return next((a for a in self.arenas if a.place == (space, name)), unused)
+
+    def peak(self, space: str = HOST, name: str = "") -> list[Buffer]:
+        """The buffers of an arena that are alive at its fullest step, largest first."""
+        at = self.arena(space, name).peak_step
+        alive = [b for b in self.buffers if b.place == (space, name) and b.start <= at < b.end]
+        return sorted(alive, key=lambda b: (-b.nbytes, b.offset))
+
+    def check_belongs(self, placed: Placed) -> None:
+        """Raise GraphError unless this plan belongs to an equal graph, placed in the same way."""
+        if placed.fingerprint != self.fingerprint:
+            raise GraphError(
+                f"the plan is for graph {self.fingerprint}, not for this graph {placed.fingerprint}; plan it again"
+            )
+
+    def beyond(self, limits: Mapping[str, int]) -> str | None:
+        """A message about a space that would exceed its limit, or None."""
+        for space in {a.space: None for a in self.arenas}:
+            needed = sum(a.nbytes + a.outside for a in self.arenas if a.space == space)
+            if needed > limits.get(space, needed):
+                has = size_text(limits[space])
+                return f"this needs {size_text(needed)} of the memory of {space}, which has {has}"
+        return None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Raise ValueError if the text is not a plan."""
+        try:
+            fields = json.loads(text)
+            arenas = tuple(Arena(**a) for a in fields.pop("arenas"))
+            buffers = tuple(
+                Buffer(**{**b, "tensors": tuple(b["tensors"])}) for b in fields.pop("buffers")
+            )
+            return Plan(**fields, arenas=arenas, buffers=buffers)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is not a plan in JSON: {error}") from None
+
+    def __str__(self) -> str:
+        lines = [f"plan of {self.steps} steps for graph {self.fingerprint}"]
+        for a in self.arenas:
+            lines.append(str(a))
+            rows = sorted(
+                (b for b in self.buffers if b.place == a.place), key=lambda b: (b.offset, b.start)
+            )
+            lines.append(f"{'offset':>12} {'bytes':>12} {'steps':>13}  {'category':10}  buffer")
+            lines += [
+                f"{b.offset:>12,} {b.nbytes:>12,} {b.start:>6}{b.end - 1:>7}  {b.category:10}  "
+                + (" = ".join(b.tensors) or b.name)
+                for b in rows
+            ]
+        return "\n".join(lines)
+
+
+def size_text(nbytes: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size, unit = float(nbytes), 0
+    while size >= 1024 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{nbytes} B"
+
+
+def make_plan(
+    placed: Placed,
+    *,
+    packer: Packer = pack,
+    reuse: bool = True,
+    arenas: Mapping[str, str] | Callable[[str], str] = in_one,
+) -> Plan:
+    """Offsets for every storage, in one arena per memory space, or in several.
+
+    packer  (start, end, size) -> offsets, see pack
+    reuse   False: nothing in place and no byte used twice, to find out whether the planner causes a wrong
+            result
+    arenas  name of a tensor -> name of its arena in the space where it lives; others are in one without a name
+    """
+    arena_of = arenas if callable(arenas) else lambda name: arenas.get(name, "")
+    found = storages(placed, reuse=reuse, arena_of=arena_of)
+    if not callable(arenas):
+        _check_known(arenas, found, placed)
+    buffers: list[Buffer] = []
+    made: list[Arena] = []
+    alignments = {b.space: b.alignment for b in placed.home.values()}
+    places = {(space, "") for space in alignments} | {(s.space, s.arena) for s in found}
+    for place in sorted(places):
+        here = [s for s in found if (s.space, s.arena) == place]
+        start, end, size = columns(here, alignments[place[0]])
+        offsets = packer(start, end, size) if reuse else np.cumsum(size) - size
+        outside = _outside(placed, place, alignments[place[0]])
+        bounds = height(size, offsets), *lower_bound(start, end, size)
+        pool = 0 if place[1] else pool_nbytes(placed.steps, place[0])
+        made.append(Arena(place[0], *bounds, *outside, place[1], pool))
+        for s, offset in zip(here, offsets.tolist(), strict=True):
+            tensors = tuple(placed.names[t] for t in s.tensors)
+            given = s.name, s.op, s.category, s.space, s.start, s.end, offset, s.nbytes, tensors
+            buffers.append(Buffer(*given, s.arena))
+    return Plan(placed.fingerprint, len(placed.steps), tuple(made), tuple(buffers))
+
+
+def pool_nbytes(steps: Iterable[Step], space: str) -> int:
+    """What the kernels of these steps take of a space beside their workspaces."""
+    there = [s for s in steps if s.backend.space == space and not s.alone]
+    return sum(b.pool(s.made for s in there if s.backend is b) for b in {s.backend for s in there})
+
+
+def _check_known(arenas: Mapping[str, str], found: list[Storage], placed: Placed) -> None:
+    known = {s.name for s in found} | {placed.names[t] for s in found for t in s.tensors}
+    if unknown := sorted(arenas.keys() - known):
+        raise GraphError(f"arenas names {', '.join(unknown)}, which has no bytes in an arena")
+
+
+def _outside(placed: Placed, place: Place, alignment: int) -> tuple[int, int, int]:
+    """Bytes of weights, states and constants of a space, each a multiple of the alignment."""
+    found = {"weight": 0, "state": 0, "constant": 0, "input": 0}
+    for leaf in placed.graph.leaves:
+        if (placed.home[leaf].space, "") == place:
+            found[str(leaf.kind)] += aligned(leaf.spec.nbytes, alignment)
+    return found["weight"], found["state"], found["constant"]

@@ -1,0 +1,115 @@
+"""Every op, by name. One file per family, with every rule about its ops."""
+
+from packtrain.engine.ops.activation import dropout, geglu, geglu_back, swiglu, swiglu_back
+from packtrain.engine.ops.attention import attention, attention_back
+from packtrain.engine.ops.attention_cells import attention_cells
+from packtrain.engine.ops.cast import add_cast, cast
+from packtrain.engine.ops.choosing import candidates, draw
+from packtrain.engine.ops.composed import (
+    alibi,
+    alibi_slopes,
+    attention_to_all,
+    group_norm,
+    l2_norm,
+    mean,
+    mean_squared_error,
+    soft_max_sinks,
+    upscale,
+)
+from packtrain.engine.ops.convolution import conv_1d, conv_2d, conv_2d_back, conv_2d_back_w
+from packtrain.engine.ops.delta import delta_rule, delta_rule_back, delta_rule_cells
+from packtrain.engine.ops.diagonal import diag, diag_mask_inf, diag_mask_zero, diagonal
+from packtrain.engine.ops.elementwise import (
+    add,
+    div,
+    exp,
+    log,
+    mul,
+    neg,
+    relu,
+    scale,
+    sigmoid,
+    silu,
+    silu_back,
+    sqr,
+    sqrt,
+    step,
+    sub,
+    tanh,
+)  # fmt: skip
+from packtrain.engine.ops.experts import (
+    matmul_id,
+    matmul_id_back,
+    out_prod_id,
+    weighted_rows,
+    weighted_rows_back,
+)
+from packtrain.engine.ops.index import get_rows, get_rows_back, set_rows, zero_rows
+from packtrain.engine.ops.loss import cross_entropy, cross_entropy_back, linear_cross_entropy
+from packtrain.engine.ops.matmul import matmul, matmul_back, out_prod, outer
+from packtrain.engine.ops.mixture import experts
+from packtrain.engine.ops.norm import mean_rows, norm, rms_norm, rms_norm_back
+from packtrain.engine.ops.pooling import pool_1d, pool_2d, pool_2d_back
+from packtrain.engine.ops.ranking import argmax, argsort, count_equal
+from packtrain.engine.ops.reduce import broadcast_to, cumsum, repeat, sum, sum_rows, sum_to
+from packtrain.engine.ops.region import acc, pad, set, slice
+from packtrain.engine.ops.rope import grown, rope, rope_table
+from packtrain.engine.ops.rounded import matmul_rounded, rounded
+from packtrain.engine.ops.routing import group_rows, take, take_back, top_k
+from packtrain.engine.ops.scan import ssm_scan, ssm_scan_back
+from packtrain.engine.ops.scan_cells import short_conv_states, ssm_scan_cells
+from packtrain.engine.ops.shape import (
+    concat,
+    cont,
+    narrow,
+    narrow_back,
+    permute,
+    reshape,
+    transpose,
+)
+from packtrain.engine.ops.short_conv import (
+    short_conv,
+    short_conv_back,
+    short_conv_back_w,
+    short_conv_cells,
+)
+from packtrain.engine.ops.soft_targets import log_soft_max, soft_cross_entropy
+from packtrain.engine.ops.softmax import soft_max, soft_max_back
+from packtrain.engine.ops.stored_values import matmul_stored, stored_sum
+from packtrain.engine.ops.unary_functions import (
+    abs,
+    clamp,
+    cos,
+    elu,
+    erf,
+    gelu,
+    gelu_erf,
+    gelu_quick,
+    leaky_relu,
+    sgn,
+    sin,
+    softplus,
+)
+from packtrain.engine.ops.update import accumulate, clip_gate, sum_squares
+from packtrain.engine.ops.windows import im2col, im2col_back
+
+__all__ = [
+    "abs", "acc", "accumulate", "add", "add_cast", "alibi", "alibi_slopes", "argmax", "argsort", "attention",
+    "attention_back", "attention_cells", "attention_to_all", "broadcast_to", "candidates", "cast", "clamp", "clip_gate",
+    "concat", "cont", "conv_1d",
+    "conv_2d", "conv_2d_back", "conv_2d_back_w", "cos", "count_equal", "cross_entropy", "cross_entropy_back",
+    "cumsum", "delta_rule", "delta_rule_back", "delta_rule_cells",
+    "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "draw", "dropout", "elu", "erf", "exp",
+    "experts", "geglu", "geglu_back", "gelu", "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm",
+    "group_rows", "grown",
+    "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",
+    "matmul", "matmul_back", "matmul_id", "matmul_id_back", "matmul_rounded", "matmul_stored", "mean", "mean_rows",
+    "mean_squared_error", "mul", "narrow", "narrow_back", "neg", "norm", "out_prod", "out_prod_id", "outer", "pad",
+    "permute", "pool_1d", "pool_2d", "pool_2d_back", "relu", "repeat", "reshape", "rms_norm", "rms_norm_back",
+    "rope", "rope_table", "rounded", "scale", "set", "set_rows", "sgn", "short_conv", "short_conv_back",
+    "short_conv_back_w", "short_conv_cells", "short_conv_states", "sigmoid", "silu", "silu_back", "sin", "slice",
+    "soft_cross_entropy", "soft_max", "soft_max_back", "soft_max_sinks", "softplus", "sqr", "sqrt", "ssm_scan",
+    "ssm_scan_back", "ssm_scan_cells", "step",
+    "stored_sum", "sub", "sum", "sum_rows", "sum_squares", "sum_to", "swiglu", "swiglu_back", "take", "take_back",
+    "tanh", "top_k", "transpose", "upscale", "weighted_rows", "weighted_rows_back", "zero_rows",
+]  # fmt: skip

@@ -1,0 +1,178 @@
+"""Gated activations and dropout."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32, i64
+from packtrain.engine.backends import triton
+from packtrain.engine.ops.arrays import again, assigned, flat
+from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.torch_kernels import CHUNK, key_of, spans, torch, uniform
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.kernels.counter import uniform_numpy
+
+GELU_CUBE, GELU_FACTOR = 0.044715, (8 / np.pi) ** 0.5  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
+
+
+def _same(*given: Tensor) -> Spec:
+    listed = ", ".join(str(t.spec) for t in given)
+    want(len({t.spec for t in given}) == 1 and given[0].dtype == f32, f"{listed} must be equal f32")
+    return given[0].spec
+
+
+def _silu(gate):
+    return 1 / (1 + np.exp(-gate)), gate
+
+
+def _gelu(gate):
+    """The sigmoid in gelu's tanh form, and the gate times the slope of its argument."""
+    inner = GELU_FACTOR * (gate + GELU_CUBE * gate**3)
+    return 1 / (1 + np.exp(-inner)), GELU_FACTOR * (gate + 3 * GELU_CUBE * gate**3)
+
+
+def _silu_torch(gate):
+    return torch.nn.functional.silu(gate)
+
+
+def _gelu_torch(gate):
+    return torch.nn.functional.gelu(gate, approximate="tanh")
+
+
+def _silu_back_torch(dx, dy, x):
+    torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=dx)
+
+
+def _gelu_back_torch(dx, dy, x):
+    dx.copy_(torch.ops.aten.gelu_backward(dy, x, approximate="tanh"))
+
+
+@op(inplace=(0, 1))
+def swiglu(gate: Tensor, up: Tensor) -> Spec:
+    """y = silu(gate) * up; all (..., F) f32. Shazeer 2020, arXiv 2002.05202; ggml_swiglu_split."""
+    return _same(gate, up)
+
+
+@op(inplace={0: (0, 1), 1: (2, 1, 0)})
+def swiglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
+    """Gradients of swiglu: dgate = dy * up * silu'(gate), dup = dy * silu(gate)."""
+    return _same(dy, gate, up), up.spec
+
+
+@op(inplace=(0, 1))
+def geglu(gate: Tensor, up: Tensor) -> Spec:
+    """y = gelu(gate) * up, gelu in its tanh form; all (..., F) f32. ggml_geglu_split; arXiv 2002.05202."""
+    return _same(gate, up)
+
+
+@op(inplace={0: (0, 1), 1: (2, 1, 0)})
+def geglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
+    """Gradients of geglu: dgate = dy * up * gelu'(gate), dup = dy * gelu(gate)."""
+    return _same(dy, gate, up), up.spec
+
+
+def _declare(gated, gelu, numpy_sigmoid, torch_activation):
+    """The rules of a gated activation; `numpy_sigmoid` is _silu or _gelu."""
+
+    def run(*given):
+        return again(kernels.elementwise.gated, gelu, *map(flat, given))
+
+    def run_with_torch(y, gate, up):
+        torch.mul(torch_activation(gate), up, out=y)
+
+    def samples():
+        for n in (1, 15, 65, 40_000):
+            yield gated(input("gate", (n,)), input("up", (n,)))
+
+    gated.kernel("numpy")(assigned(lambda gate, up: gate * numpy_sigmoid(gate)[0] * up))
+    gated.kernel("cpu")(run)
+    gated.kernel("torch")(run_with_torch)
+    gated.kernel("cuda")(triton.late("elementwise", gated.name))
+    gated.samples(samples)
+    gated.cost(elementwise())
+
+
+def _declare_back(back, gelu, numpy_sigmoid, torch_activation, torch_back):
+    """Those of its gradient."""
+
+    def in_numpy(out, dy, gate, up):
+        s, by = numpy_sigmoid(gate)
+        both = dy * up * s * (1 + by * (1 - s)), dy * gate * s
+        for d, value in zip(out, both, strict=True):
+            d[...] = value
+
+    def run(out, *given):
+        kernels.elementwise.gated_back(gelu, *map(flat, (*out, *given)))
+
+    def run_with_torch(out, dy, gate, up):
+        dup = dy * torch_activation(gate)
+        torch_back(out[0], dy * up, gate)
+        out[1].copy_(dup)
+
+    def samples():
+        for n in (1, 15, 65, 40_000):
+            yield back(*(input(name, (n,)) for name in ("dy", "gate", "up")))[0]
+
+    back.kernel("numpy")(in_numpy)
+    back.kernel("cpu")(run)
+    back.kernel("torch")(run_with_torch)
+    back.kernel("cuda")(triton.late("elementwise", back.name))
+    back.samples(samples)
+    back.cost(elementwise(1.3))
+
+
+swiglu.vjp(lambda dy, y, gate, up: swiglu_back(dy, gate, up))
+geglu.vjp(lambda dy, y, gate, up: geglu_back(dy, gate, up))
+_declare(swiglu, False, _silu, _silu_torch)
+_declare(geglu, True, _gelu, _gelu_torch)
+_declare_back(swiglu_back, False, _silu, _silu_torch, _silu_back_torch)
+_declare_back(geglu_back, True, _gelu, _gelu_torch, _gelu_back_torch)
+
+
+# ---- dropout -------------------------------------------------------------------------------------------------
+
+
+@op(inplace=(0,))
+def dropout(x: Tensor, key: Tensor, *, p: float, stream: int) -> Spec:
+    """Zero elements with probability p and scale the rest by 1 / (1 - p).
+
+    Element i is kept iff uniform(seed, step, stream, i) >= p: independent of recomputation and threads.
+
+        x    (...)  f32
+        key  (2,)   i64   seed and step
+    """
+    want(key.spec == Spec((2,), i64), f"key is {key.spec}; it must be i64[2]: seed and step")
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    want(0 <= p < 1, f"p is {p}; it must be at least 0 and below 1")
+    return x.spec
+
+
+dropout.vjp(lambda dy, y, x, key, *, p, stream: (dropout(dy, key, p=p, stream=stream), None))
+
+
+@dropout.kernel("numpy")
+def dropout_numpy(y, x, key, *, p, stream):
+    uniform = uniform_numpy(int(key[0]), int(key[1]), stream, x.size).reshape(x.shape)
+    y[...] = np.where(uniform >= np.float32(p), x * x.dtype.type(1 / (1 - p)), 0)
+
+
+@dropout.kernel("cpu")
+def dropout_cpu(y, x, key, *, p, stream):
+    kernels.elementwise.dropout(flat(y), flat(x), int(key[0]), int(key[1]), stream, p)
+
+
+@dropout.kernel("torch")
+def dropout_torch(y, x, key, *, p, stream):
+    mixed, y, x = key_of(key, stream), y.view(-1), x.view(-1)
+    for start, end in spans(len(x), CHUNK, x):
+        left_out = uniform(mixed, start, end) < float(np.float32(p))
+        torch.mul(x[start:end], 1 / (1 - p), out=y[start:end])
+        y[start:end].masked_fill_(left_out, 0)
+
+
+dropout.cost(elementwise())  # a random number takes as long as an exp
+
+
+@dropout.samples
+def dropout_samples():
+    for n in (1, 16, 63, 40_000):
+        yield dropout(input("x", (n,)), constant("key", np.array([3, n]), i64), p=0.25, stream=7)

@@ -1,0 +1,315 @@
+"""Attention with online softmax: causal, grouped queries, packed segments, and reading a KV cache."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f16, f32, i32
+from packtrain.engine.backends import triton
+from packtrain.engine.ops import torch_attention
+from packtrain.engine.ops.arrays import ABSENT_IDS, flat_or_absent
+from packtrain.engine.ops.costs import Cost, attended, queries
+from packtrain.engine.ops.elementwise import exp, mul, neg, sub
+from packtrain.engine.ops.reduce import sum_rows, sum_to
+from packtrain.engine.ops.shape import cont, permute, reshape
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+
+FEW_HEADS = 8  # kv heads of all batches, below which the gradient has a task for each query head
+
+
+def _want_heads(q, k, v):
+    """Batch, queries, query heads and keys."""
+    want(
+        len(q.shape) == 4 and len(k.shape) == 4,
+        f"q is {q.spec} and k is {k.spec}; both need four axes",
+    )
+    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+    want(
+        q.dtype == f32 and k.dtype == v.dtype and k.dtype in (f32, f16),
+        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; q must be f32, k and v both f32 or f16",
+    )
+    fits = k.shape == (b, s, kv, d) == v.shape
+    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be [{b}, S, K, {d}]")
+    want(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
+    return b, t, h, s
+
+
+def _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
+    want(
+        (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None),
+        "q and k need both or none",
+    )
+    want(
+        q_pos is not None or t == s,
+        f"q has {t} and k has {s} positions; without q_pos and k_pos they must be equal",
+    )
+    for name, ids, n in (
+        ("q_pos", q_pos, t),
+        ("k_pos", k_pos, s),
+        ("q_seq", q_seq, t),
+        ("k_seq", k_seq, s),
+    ):
+        want(
+            ids is None or ids.spec == Spec((b, n), i32),
+            f"{name} is {ids and ids.spec}; it must be i32[{b}, {n}]",
+        )
+    want(
+        length is None or length.spec == Spec((1,), i32),
+        f"length is {length and length.spec}; it must be i32[1]",
+    )
+
+
+@op()
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    q_seq: Tensor | None = None,
+    k_seq: Tensor | None = None,
+    length: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Spec, ...]:
+    """Softmax-weighted mean of the values that each query attends to; query head h reads kv head h // (H / K).
+
+    y = softmax(z) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length; with a window of n also
+    q_pos[i] - k_pos[j] < n, with one of -n k_pos[j] >= q_pos[i] // n * n.
+    z = scale * q k^T; with a softcap of c it becomes c * tanh(z / c).
+    Without positions, position = index (S = T); a query that attends to nothing gives y = lse = 0.
+
+        q, y          (B, T, H, D)  f32
+        k, v          (B, S, K, D)  f32, or f16 without a gradient; a KV cache has B = 1 and S cells
+        q_pos, q_seq  (B, T)        i32
+        k_pos, k_seq  (B, S)        i32; unused cells have a k_seq that no query has
+        length        (1,)          i32; cells from there on are ignored
+        sinks         (H,)          f32; exp of it is added to the denominator of each softmax of the head
+        lse           (B, H, T)     f32, the second result: log of the softmax's denominator
+    Dao 2023, arXiv 2307.08691; sinks: arXiv 2309.17453; ggml_flash_attn_ext.
+    """
+    b, t, h, s = _want_heads(q, k, v)
+    want(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
+    _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
+    want(
+        sinks is None or sinks.spec == Spec((h,)),
+        f"sinks is {sinks and sinks.spec}; it must be f32[{h}]",
+    )
+    return q.spec, Spec((b, h, t))
+
+
+@attention.vjp
+def attention_vjp(dy, y, q, k, v, *where, **rule):
+    want(dy[1] is None, "the log-sum-exp has no gradient here")
+    *places, sinks = where
+    dq, dk, dv = attention_back(dy[0], y[0], y[1], q, k, v, *places, **rule)
+    dsinks = None if sinks is None else _sinks_back(dy[0], y[0], y[1], sinks)
+    return dq, dk, dv, None, None, None, None, None, dsinks
+
+
+def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of sinks (H,): - sum of exp(sinks - lse) * sum(dy * y) over batch and queries."""
+    b, h, t = lse.shape
+    along = reshape(sum_rows(mul(dy, y)), shape=(b, t, h))
+    share = exp(sub(reshape(sinks, shape=(h, 1)), lse))
+    made = mul(share, cont(permute(along, axes=(0, 2, 1))))
+    return neg(reshape(sum_to(made, shape=(h, 1)), shape=(h,)))
+
+
+def reach(q_pos, window):
+    """How many positions, its own included, are visible from each."""
+    if window < 0:
+        return q_pos % -window + 1
+    return np.full_like(q_pos, window or np.iinfo(np.int64).max, dtype=np.int64)
+
+
+def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
+    (b, t), s = q.shape[:2], k.shape[1]
+    at_q = np.arange(t)[None] if q_pos is None else q_pos
+    at_k = np.arange(s)[None] if k_pos is None else k_pos
+    since = at_q[:, :, None].astype(np.int64) - at_k[:, None, :]
+    hidden = np.broadcast_to(
+        (since < 0) | (since >= reach(at_q, window)[..., None]), (b, t, s)
+    ).copy()
+    if q_seq is not None:
+        hidden |= k_seq[:, None, :] != q_seq[:, :, None]
+    if length is not None:
+        hidden |= np.arange(s) >= length[0]
+    return hidden[:, None]
+
+
+def _probabilities(q, k, where, sinks, scale, window, softcap):
+    """P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of z by the scores.
+
+    P is 0 for a query without keys, and lse without a sink.
+    """
+    wide = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
+    z, slope = scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3), 1
+    if softcap:
+        capped = np.tanh(z / softcap)
+        z, slope = softcap * capped, 1 - capped**2
+    z = np.where(_hidden(q, k, *where, window), -np.inf, z)
+    sink = -np.inf if sinks is None else sinks[:, None, None]
+    top = np.maximum(z.max(-1, keepdims=True), sink)
+    top = np.where(np.isinf(top), 0, top)
+    e = np.exp(z - top)
+    total = e.sum(-1, keepdims=True) + np.exp(sink - top)
+    total = np.where(total == 0, 1, total)
+    return e / total, (np.log(total) + top)[..., 0], wide, slope
+
+
+@attention.kernel("numpy")
+def attention_numpy(out, q, k, v, *where, **rule):
+    y, lse = out
+    *places, sinks = where
+    p, lse[...], *_ = _probabilities(q, k, places, sinks, **rule)
+    wide = np.repeat(v, q.shape[2] // v.shape[2], axis=2).swapaxes(1, 2)
+    y[...] = (p @ wide).swapaxes(1, 2)
+
+
+def _where(q_pos, k_pos, q_seq, k_seq, length):
+    absent = ABSENT_IDS.reshape(0, 0)
+    ids = [absent if x is None else x for x in (q_pos, k_pos, q_seq, k_seq)]
+    return (*ids, flat_or_absent(length, ABSENT_IDS))
+
+
+@attention.kernel("cpu")
+def attention_cpu(out, q, k, v, *where, scale, window, softcap):
+    keys, values = k.view(np.uint8), v.view(np.uint8)
+    *places, sinks = where
+    given = *_where(*places), flat_or_absent(sinks), scale, window, softcap
+    kernels.attention.attention(*out, q, keys, values, *given)
+
+
+attention.kernel("torch")(torch_attention.attention)
+attention.kernel("cuda")(triton.late("attention", "attention"))
+
+
+def _samples():
+    def qkv(b, t, h, s, kv, d):
+        return input("q", (b, t, h, d)), input("k", (b, s, kv, d)), input("v", (b, s, kv, d))
+
+    for b, t, h, kv, d in (
+        (1, 1, 1, 1, 8),
+        (2, 15, 2, 1, 16),
+        (1, 65, 4, 2, 20),
+        (1, 130, 2, 2, 64),
+    ):
+        yield qkv(b, t, h, t, kv, d), (), {}
+    yield qkv(1, 200, 2, 200, 1, 16), (), {"window": 70}
+    yield qkv(1, 200, 2, 200, 1, 16), (), {"window": -70}
+    yield qkv(1, 3, 4, 3, 2, 24), (), {"window": 2, "softcap": 1.5}
+    yield qkv(1, 90, 2, 90, 2, 40), (), {"softcap": 0.7}
+    pos = constant("pos", np.tile([0, 1, 2, 0, 1, 2, 3, 0], (2, 1)), i32)
+    seq = constant("seq", np.tile([0, 0, 0, 1, 1, 1, 1, 2], (2, 1)), i32)
+    for rule in ({}, {"window": 2}, {"window": -3}, {"window": 3, "softcap": 2.0}):
+        yield qkv(2, 8, 4, 8, 2, 8), (pos, pos, seq, seq), rule
+    cells = np.arange(70)
+    cell_pos, cell_seq = constant("k_pos", [cells // 2], i32), constant("k_seq", [cells % 2], i32)
+    for q_pos, q_seq, rule in (
+        ([[20]], [[1]], {}),
+        ([[20]], [[1]], {"window": 7, "softcap": 1.0}),
+        ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {}),
+        ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {"window": 3}),
+        ([[3] * 17], [[0, 1, 9] * 5 + [0, 1]], {}),
+    ):
+        t = len(q_pos[0])
+        ids = constant("q_pos", q_pos, i32), cell_pos, constant("q_seq", q_seq, i32), cell_seq
+        yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32)), rule
+
+
+@attention.cost
+def attention_cost(out, q, k, v, *where, scale, window, softcap):
+    (b, t, h, d), pairs = q.shape, attended(q, k, window)
+    work = {"attend": 2 * d * pairs, "score": pairs}
+    return Cost(work, tasks=b * h * -(-t // queries(d)), masked=True)
+
+
+@attention.samples
+def attention_samples():
+    for qkv, where, rule in _samples():
+        yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5, **rule)[0]
+        sinks = input("sinks", qkv[0].shape[2:3])
+        scale = qkv[0].shape[-1] ** -0.5
+        places = (*where, *(None,) * (5 - len(where)))
+        yield attention(*qkv, *places, sinks, scale=scale, **rule)[0]
+
+
+# dq may overwrite y, which is read first; dy and q are read until a block is done
+@op(inplace=(1,))
+def attention_back(
+    dy: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    q_seq: Tensor | None = None,
+    k_seq: Tensor | None = None,
+    length: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Spec, ...]:
+    """Gradients of attention for q, k and v; recomputes the probabilities from the log-sum-exp, block by block.
+
+    With P = exp(z - lse) and dS = P * (dy v^T - sum(dy * y)), times 1 - (z / softcap)**2 if there is one:
+    dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention, whose lse includes sinks.
+    ggml_flash_attn_back.
+    """
+    want(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
+    want(k.dtype == v.dtype == f32, f"k is {k.spec} and v is {v.spec}; only f32 has a gradient")
+    return q.spec, k.spec, v.spec
+
+
+@attention_back.kernel("numpy")
+def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale, **rule):
+    p, without, wide_k, slope = _probabilities(q, k, where, None, scale, **rule)
+    p = p * np.exp(without - lse)[..., None]  # with a sink, they add up to less than 1
+    group = q.shape[2] // k.shape[2]
+    wide_v = np.repeat(v, group, axis=2).swapaxes(1, 2)
+    dy, y, q = dy.swapaxes(1, 2), y.swapaxes(1, 2), q.swapaxes(1, 2)
+    ds = scale * slope * p * (dy @ wide_v.swapaxes(2, 3) - (dy * y).sum(-1, keepdims=True))
+    wide = ds @ wide_k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dy
+    for d, value, heads in zip(out, wide, (1, group, group), strict=True):
+        b, h, t, width = value.shape
+        d[...] = value.reshape(b, h // heads, heads, t, width).sum(2).swapaxes(1, 2)
+
+
+@attention_back.workspace("cpu")
+def attention_back_work(dy, y, lse, q, k, *others, **rule):
+    """With few kv heads in all, dk and dv of each query head, so that there are tasks enough."""
+    (b, s, heads, d), own = k.shape, q.shape[2]
+    few = b * heads < FEW_HEADS and own > heads
+    return (Spec((b, s, own, d)),) * 2 if few else ()
+
+
+@attention_back.kernel("cpu")
+def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap, work=()):
+    rule, outs = (scale, window, softcap), (*out, *(work or out[1:]))
+    kernels.attention_back.attention_back(outs, dy, y, lse, q, k, v, *_where(*where), *rule)
+
+
+attention_back.kernel("torch")(torch_attention.attention_back)
+attention_back.kernel("cuda")(triton.late("attention_back", "attention_back"))
+
+
+@attention_back.cost
+def attention_back_cost(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
+    pairs = attended(q, k, window)
+    work = {"attend back": 5 * q.shape[-1] * pairs, "score back": pairs}
+    heads = q if attention_back_work(dy, y, lse, q, k) else k
+    return Cost(work, tasks=heads.shape[0] * heads.shape[2], masked=True)
+
+
+@attention_back.samples
+def attention_back_samples():
+    for (q, k, v), where, others in _samples():
+        rule = {"scale": q.shape[-1] ** -0.5, **others}
+        y, lse = attention(q, k, v, *where, **rule)
+        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *where, **rule)

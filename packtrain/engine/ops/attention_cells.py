@@ -1,0 +1,125 @@
+"""Attention that reads a KV cache."""
+
+import math
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import BLOCK_TYPES, f16, f32, i32
+from packtrain.engine.ops import torch_attention
+from packtrain.engine.ops.arrays import again, flat_or_absent, floats
+from packtrain.engine.ops.attention import reach
+from packtrain.engine.ops.costs import Cost
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+
+CACHED = f32, f16, BLOCK_TYPES["q8_0"]
+
+
+def _want_cells(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    fact = f"q, k and v are {q.spec}, {k.spec} and {v.spec}"
+    want(
+        len(q.shape) == len(k.shape) == 3 and q.dtype == f32, f"{fact}; all need three axes, q f32"
+    )
+    want(k.spec == v.spec and k.dtype in CACHED, f"{fact}; k and v must be equal: f32, f16 or q8_0")
+    fits = k.shape[2] == q.shape[2] and q.shape[1] % k.shape[1] == 0
+    want(fits, f"{fact}; heads must be equally wide, and those of k divide those of q")
+    heads = Spec(q.shape[1:2])
+    want(
+        sinks is None or sinks.spec == heads, f"sinks is {sinks and sinks.spec}; it must be {heads}"
+    )
+
+
+@op()
+def attention_cells(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_row: Tensor, order: Tensor, counts: Tensor, k_pos: Tensor,
+    sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> Spec:  # fmt: skip
+    """Attention over the cells of a KV cache that each query's row of `order` names, up to its own position.
+
+    y = softmax(z) v over cells j = order[r, :counts[r]], r = q_row[i], with k_pos[j] <= q_pos[i]; with a window of n
+    also q_pos[i] - k_pos[j] < n. z = scale * q k^T; with a softcap of c it becomes c * tanh(z / c). A query that sees
+    nothing gives y = 0. The result depends neither on where cells lie nor on other rows. ggml_flash_attn_ext.
+
+        q, y          (T, H, D)  f32
+        k, v          (S, K, D)  f32, f16 or q8_0; query head h reads kv head h // (H / K)
+        q_pos, q_row  (T,)       i32
+        order         (R, S)     i32; the cells of a row by position, ascending
+        counts        (R,)       i32; how many of each row
+        k_pos         (S,)       i32; of cells
+        sinks         (H,)       f32; exp of it is added to the denominator of each softmax of the head
+    """
+    _want_cells(q, k, v, sinks)
+    (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]
+    shapes = {"q_pos": (t,), "q_row": (t,), "order": (rows, s), "counts": (rows,), "k_pos": (s,)}
+    given = q_pos, q_row, order, counts, k_pos
+    for (name, shape), ids in zip(shapes.items(), given, strict=True):
+        fits = Spec(shape, i32)
+        want(ids.spec == fits, f"{name} is {ids.spec}; it must be {fits}")
+    want(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
+    return q.spec
+
+
+@attention_cells.kernel("numpy")
+def attention_cells_numpy(
+    y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, *, scale, window, softcap
+):
+    sink = -1e30 if sinks is None else sinks[:, None]
+    k, v, sharing = floats(k), floats(v), q.shape[1] // k.shape[1]
+    for i, (position, row) in enumerate(zip(q_pos, q_row, strict=True)):
+        cells = order[row, : counts[row]]
+        since = position - k_pos[cells]
+        cells = cells[(since >= 0) & (since < reach(position, window))]
+        keys, values = (np.repeat(x[cells], sharing, axis=1) for x in (k, v))
+        z = scale * np.einsum("hd,shd->hs", q[i], keys)
+        z = softcap * np.tanh(z / softcap) if softcap else z
+        top = np.maximum(z.max(-1, keepdims=True, initial=-1e30), sink)
+        e = np.exp(z - top)
+        total = e.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sink - top))
+        y[i] = np.einsum("hs,shd->hd", e, values) / np.where(total == 0, 1, total)
+
+
+@attention_cells.kernel("cpu")
+def attention_cells_cpu(y, q, k, v, *where, scale, window, softcap):
+    keys, values = (x.view(np.uint8).reshape(*x.shape[:2], -1) for x in (k, v))
+    *places, sinks = where
+    given = y, q, keys, values, *places, flat_or_absent(sinks), scale, window, softcap
+    return again(kernels.attention_cells.attention, *given)
+
+
+attention_cells.kernel("torch")(torch_attention.attention_cells)
+
+
+@attention_cells.cost
+def attention_cells_cost(y, q, k, v, *where, scale, window, softcap):
+    pairs = math.prod(q.shape[:2]) * k.shape[0]  # its fill is not known
+    return Cost({"attend": 2 * q.shape[2] * pairs, "score": pairs}, masked=True)
+
+
+def _sample_cells(random):
+    """Cells here and there of a text, of one that begins like it, of a short one, and of none."""
+    first = random.permutation(150).astype(np.int32)
+    order = np.stack((first, np.roll(first, 50), np.roll(first, 100), first))
+    pos = np.argsort(first)
+    order[1, :70] = first[np.r_[:30, 100:140]]
+    rows = constant("order", order, i32), constant("counts", [140, 70, 3, 0], i32)
+    return *rows, constant("k_pos", pos, i32)
+
+
+@attention_cells.samples
+def attention_cells_samples():
+    random = np.random.default_rng(1)
+    where = _sample_cells(random)
+    for t, h, kv, d in (
+        (1, 2, 1, 64),
+        (5, 4, 2, 20),
+        (16, 6, 2, 32),
+        (17, 2, 1, 136),
+        (90, 2, 2, 64),
+    ):
+        k, v = (input(name, (150, kv, d)) for name in "kv")
+        at, row = np.linspace(149, -1, t).astype(int), np.arange(t) * 4 // t
+        ids = constant("q_pos", at, i32), constant("q_row", row, i32), *where
+        for how in ({}, {"window": 40, "softcap": 1.5}, {"window": -40}):
+            q = input("q", (t, h, d))
+            yield attention_cells(q, k, v, *ids, scale=d**-0.5, **how)
+            yield attention_cells(q, k, v, *ids, input("sinks", (h,)), scale=d**-0.5, **how)

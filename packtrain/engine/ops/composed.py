@@ -1,0 +1,97 @@
+"""Functions composed of other ops, whose gradients follow: means, norms, losses, upscaling."""
+
+import math
+
+import numpy as np
+
+from packtrain.dtypes import i32
+from packtrain.engine.ops.arrays import demand
+from packtrain.engine.ops.attention import attention
+from packtrain.engine.ops.elementwise import add, div, mul, scale, sqr, sqrt, sub
+from packtrain.engine.ops.elementwise import scale as scaled
+from packtrain.engine.ops.norm import norm
+from packtrain.engine.ops.reduce import broadcast_to, sum, sum_rows
+from packtrain.engine.ops.shape import concat, cont, narrow, reshape
+from packtrain.engine.ops.softmax import soft_max
+from packtrain.engine.ops.unary_functions import clamp
+from packtrain.engine.tensor import Tensor, constant
+
+
+def mean(x: Tensor) -> Tensor:
+    """Mean of all elements: x (...) f32, y () f32."""
+    return scale(sum(x), by=1 / max(x.spec.size, 1))
+
+
+def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
+    """Mean of (y - target)**2 over all elements, () f32."""
+    return mean(sqr(sub(y, target)))
+
+
+def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:
+    """Each group of channels of each image with mean 0 and variance 1. ggml_group_norm; arXiv 1803.08494.
+
+    x (N, C, ...) f32, C a multiple of groups
+    """
+    fits = len(x.shape) > 1 <= groups and x.shape[1] % groups == 0
+    fact = f"x is {x.spec}; its second axis must be groups of equal size, {groups} of them"
+    demand("group_norm", fits, fact, x)
+    width = x.spec.size // max(x.shape[0] * groups, 1)
+    y = norm(reshape(x, shape=(x.shape[0], groups, width)), eps=eps)
+    return reshape(y, shape=x.shape)
+
+
+def l2_norm(x: Tensor, *, eps: float) -> Tensor:
+    """x / max(|x|, eps) over the last axis: x (..., C) f32. ggml_l2_norm."""
+    return div(x, sqrt(clamp(sum_rows(sqr(x)), low=eps**2)))
+
+
+def upscale(x: Tensor, *, factor: int) -> Tensor:
+    """Each element of the last two axes `factor` times in both: x (..., H, W). ggml_upscale, ggml_interpolate."""
+    fact = f"x is {x.spec}, factor {factor}; x needs two axes, factor 1 or more"
+    demand("upscale", len(x.shape) > 1 <= factor, fact, x)
+    *lead, h, w = x.shape
+    many = broadcast_to(reshape(x, shape=(*lead, h, 1, w, 1)), shape=(*lead, h, factor, w, factor))
+    return reshape(cont(many), shape=(*lead, h * factor, w * factor))
+
+
+def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Attention without a causal mask: q (B, T, H, D), k and v (B, S, K, D), y as q; every query sees every key."""
+    (b, t), s = q.shape[:2], k.shape[1]
+    places = (
+        constant("q_pos", np.full((b, t), s - 1), i32),
+        constant("k_pos", np.tile(np.arange(s), (b, 1)), i32),
+    )
+    return attention(q, k, v, *places, scale=scale)[0]
+
+
+def soft_max_sinks(
+    x: Tensor, sinks: Tensor, mask: Tensor | None = None, *, scale: float = 1.0
+) -> Tensor:
+    """Softmax of scale * x + mask with one more column, a logit of each head, that is then left out.
+
+    x      (B, H, T, S)  f32
+    sinks  (H,)          f32
+    mask   broadcasts to x
+    Attention sinks, arXiv 2309.17453; ggml_soft_max_add_sinks.
+    """
+    fits = len(x.shape) == 4 and sinks.shape == x.shape[1:2]
+    fact = f"x is {x.spec} and sinks {sinks.spec}; they must be [B, H, T, S] and [H]"
+    demand("soft_max_sinks", fits, fact, x, sinks)
+    x = x if scale == 1 else scaled(x, by=scale)
+    x = x if mask is None else add(x, mask)
+    column = broadcast_to(reshape(sinks, shape=(*sinks.shape, 1, 1)), shape=(*x.shape[:3], 1))
+    y = soft_max(concat([x, column], axis=3))
+    return narrow(y, axis=3, start=0, length=x.shape[3])
+
+
+def alibi(x: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:
+    """x (B, H, T, S) plus slopes (H,) times distance (T, S): attention with linear biases. arXiv 2108.12409."""
+    return add(x, mul(reshape(slopes, shape=(*slopes.shape, 1, 1)), distance))
+
+
+def alibi_slopes(heads: int, *, largest: float = 8.0) -> list[float]:
+    """The slope of each head, as ggml_soft_max_ext finds them from max_bias = `largest`."""
+    demand("alibi_slopes", heads > 0, f"heads is {heads}; it must be at least 1")
+    near = 2 ** math.floor(math.log2(heads))
+    first, second = 2 ** (-largest / near), 2 ** (-largest / 2 / near)
+    return [first ** (h + 1) if h < near else second ** (2 * (h - near) + 1) for h in range(heads)]

@@ -1,0 +1,212 @@
+"""Convolution of images (N, C, H, W) with filters (O, C, KH, KW), as products of windows that never all exist."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.engine.ops import costs
+from packtrain.engine.ops.arrays import demand, flat
+from packtrain.engine.ops.shape import reshape
+from packtrain.engine.ops.torch_kernels import torch
+from packtrain.engine.ops.windows import Pair, check, sizes_of, windows
+from packtrain.engine.tensor import Spec, Tensor, input, op, want
+
+SHARES, MOST = 16, 1 << 22  # partial sums of the gradient of filters, and values of them
+
+
+def _counts(y, w):
+    """Pictures, channels and filters."""
+    return len(y), w.shape[1], w.shape[0]
+
+
+def _work(y: Tensor, w: Tensor) -> costs.Cost:
+    n, o, *out = y.shape
+    return costs.product(o, n * math.prod(out), math.prod(w.shape[1:]))
+
+
+def _cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+    """Images, filters and attributes: edges, steps, and more than a panel of channels or filters."""
+    apart = {"stride": (3, 2), "padding": (2, 3), "dilation": (2, 1)}
+    for image, filters, how in (
+        ((2, 3, 5, 6), (4, 3, 3, 2), {}),
+        ((2, 2, 9, 11), (3, 2, 3, 4), apart),
+        ((3, 1, 28, 28), (8, 1, 3, 3), {"padding": (1, 1)}),
+        ((1, 33, 5, 6), (17, 33, 3, 3), {"padding": (1, 1)}),
+        ((1, 2, 4, 5), (260, 2, 2, 2), {}),
+        ((1, 1, 18, 19), (2, 1, 17, 16), {}),
+    ):
+        yield input("x", image), input("w", filters), how
+
+
+@op()
+def conv_2d(
+    x: Tensor, w: Tensor, *, stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1)
+) -> Spec:
+    """Cross-correlation of images with filters. ggml_conv_2d, ggml_conv_2d_direct.
+
+    x  (N, C, H, W)    f32
+    w  (O, C, KH, KW)  f32
+    y  (N, O, OH, OW)  f32, OH = (H + 2 padding - dilation (KH - 1) - 1) // stride + 1
+    """
+    fits = w.dtype == f32 and len(w.shape) == 4 and x.shape[1:2] == w.shape[1:2]
+    want(
+        fits, f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, H, W] and f32[O, C, KH, KW]"
+    )
+    out = check(x.spec, w.shape[2:], stride, padding, dilation)
+    return Spec((x.shape[0], w.shape[0], *out))
+
+
+@conv_2d.vjp
+def conv_2d_vjp(dy, y, x, w, **how):
+    dw = conv_2d_back_w(dy, x, window=w.shape[2:], **how)
+    return conv_2d_back(dy, w, size=x.shape[2:], **how), dw
+
+
+@conv_2d.kernel("numpy")
+def conv_2d_numpy(y, x, w, **how):
+    seen = windows(x, w.shape[2:], **how)
+    y[...] = np.einsum("nchwab,ocab->nohw", seen, w, optimize=True)
+
+
+@conv_2d.kernel("cpu")
+def conv_2d_cpu(y, x, w, **how):
+    sizes = sizes_of(x.shape, y.shape[2:], w.shape[2:], **how)
+    if not w.size:
+        y[...] = 0
+        return
+    kernels.convolution.conv(flat(y), flat(x), flat(w), *_counts(y, w), sizes)
+
+
+@conv_2d.kernel("torch")
+def conv_2d_torch(y, x, w, **how):
+    y.copy_(torch.nn.functional.conv2d(x, w, **how)) if x.numel() * w.numel() else y.zero_()
+
+
+conv_2d.cost(lambda y, x, w, **how: _work(y, w))
+conv_2d.samples(lambda: (conv_2d(x, w, **how) for x, w, how in _cases()))
+
+
+@op()
+def conv_2d_back(
+    dy: Tensor, w: Tensor, *, size: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Spec:
+    """Gradient of conv_2d for images of this height and width; also the transposed convolution of dy.
+
+    dy  (N, O, OH, OW)  f32
+    w   (O, C, KH, KW)  f32
+    dx  (N, C, H, W)    f32
+    ggml_conv_transpose_2d_p0.
+    """
+    fits = w.dtype == f32 and len(w.shape) == len(dy.shape) == 4
+    want(fits, f"dy is {dy.spec} and w is {w.spec}; they must be f32 with four axes")
+    dx = Spec((dy.shape[0], w.shape[1], *size))
+    y = Spec((dy.shape[0], w.shape[0], *check(dx, w.shape[2:], stride, padding, dilation)))
+    want(dy.spec == y, f"dy is {dy.spec}; for w {w.spec} and size {size} it must be {y}")
+    return dx
+
+
+@conv_2d_back.vjp
+def conv_2d_back_vjp(ddx, dx, dy, w, *, size, **how):
+    return conv_2d(ddx, w, **how), conv_2d_back_w(dy, ddx, window=w.shape[2:], **how)
+
+
+@conv_2d_back.kernel("numpy")
+def conv_2d_back_numpy(dx, dy, w, *, size, stride, padding, dilation):
+    (h, ph), (width, pw) = zip(size, padding, strict=True)
+    whole = np.zeros((*dx.shape[:2], h + 2 * ph, width + 2 * pw), dx.dtype)
+    seen = windows(whole, w.shape[2:], stride, (0, 0), dilation, writeable=True)
+    for a, b in product(*map(range, w.shape[2:])):
+        seen[..., a, b] += np.einsum("nohw,oc->nchw", dy, w[:, :, a, b], optimize=True)
+    dx[...] = whole[:, :, ph : ph + h, pw : pw + width]
+
+
+@conv_2d_back.kernel("cpu")
+def conv_2d_back_cpu(dx, dy, w, *, size, **how):
+    if not w.size:
+        dx[...] = 0
+        return
+    sizes = sizes_of(dx.shape, dy.shape[2:], w.shape[2:], **how)
+    kernels.convolution.conv_back(flat(dx), flat(dy), flat(w), *_counts(dy, w), sizes)
+
+
+@conv_2d_back.kernel("torch")
+def conv_2d_back_torch(dx, dy, w, *, size, **how):
+    some = dy.numel() * w.numel()
+    dx.copy_(torch.nn.grad.conv2d_input(dx.shape, w, dy, **how)) if some else dx.zero_()
+
+
+conv_2d_back.cost(lambda dx, dy, w, **how: _work(dy, w))
+
+
+@conv_2d_back.samples
+def conv_2d_back_samples():
+    for x, w, how in _cases():
+        y = conv_2d(x, w, **how)
+        yield conv_2d_back(input("dy", y.shape), w, size=x.shape[2:], **y.call.attrs)
+
+
+@op()
+def conv_2d_back_w(
+    dy: Tensor, x: Tensor, *, window: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Spec:
+    """Gradient of conv_2d for filters of this height and width: dy as y, dw (O, C, KH, KW) f32."""
+    y = Spec((x.shape[0], *dy.shape[1:2], *check(x.spec, window, stride, padding, dilation)))
+    want(dy.spec == y, f"dy is {dy.spec}; for x {x.spec} and window {window} it must be {y}")
+    return Spec((dy.shape[1], x.shape[1], *window))
+
+
+@conv_2d_back_w.vjp
+def conv_2d_back_w_vjp(ddw, dw, dy, x, *, window, **how):
+    return conv_2d(x, ddw, **how), conv_2d_back(dy, ddw, size=x.shape[2:], **how)
+
+
+@conv_2d_back_w.workspace("cpu")
+def conv_2d_back_w_work(dy, x, *, window, **how):
+    size = dy.shape[1] * x.shape[1] * math.prod(window)
+    return (Spec((max(1, min(SHARES, x.shape[0], MOST // max(size, 1))), size)),)
+
+
+@conv_2d_back_w.kernel("numpy")
+def conv_2d_back_w_numpy(dw, dy, x, *, window, **how):
+    dw[...] = np.einsum("nohw,nchwab->ocab", dy, windows(x, window, **how), optimize=True)
+
+
+@conv_2d_back_w.kernel("cpu")
+def conv_2d_back_w_cpu(dw, dy, x, *, window, work, **how):
+    sizes = sizes_of(x.shape, dy.shape[2:], window, **how)
+    given = flat(dw), flat(work[0]), flat(dy), flat(x)
+    if not dw.size:
+        return
+    kernels.convolution.conv_back_w(*given, *_counts(dy, dw), sizes)
+
+
+@conv_2d_back_w.kernel("torch")
+def conv_2d_back_w_torch(dw, dy, x, *, window, **how):
+    some = dy.numel() * x.numel()
+    dw.copy_(torch.nn.grad.conv2d_weight(x, dw.shape, dy, **how)) if some else dw.zero_()
+
+
+conv_2d_back_w.cost(lambda dw, dy, x, **how: _work(dy, dw))
+
+
+@conv_2d_back_w.samples
+def conv_2d_back_w_samples():
+    for x, w, how in _cases():
+        y = conv_2d(x, w, **how)
+        yield conv_2d_back_w(input("dy", y.shape), x, window=w.shape[2:], **y.call.attrs)
+
+
+def conv_1d(
+    x: Tensor, w: Tensor, *, stride: int = 1, padding: int = 0, dilation: int = 1
+) -> Tensor:
+    """Cross-correlation along one axis: x (N, C, L), w (O, C, K), y (N, O, OL), all f32. ggml_conv_1d."""
+    fact = f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, L] and f32[O, C, K]"
+    demand("conv_1d", len(w.shape) == len(x.shape) == 3, fact, x, w)
+    wide, filters = (reshape(t, shape=(*t.shape[:2], 1, t.shape[2])) for t in (x, w))
+    y = conv_2d(wide, filters, stride=(1, stride), padding=(0, padding), dilation=(1, dilation))
+    return reshape(y, shape=(*y.shape[:2], y.shape[3]))

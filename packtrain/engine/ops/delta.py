@@ -1,0 +1,284 @@
+"""The gated delta rule over the tokens of a line, in training and with states that are kept."""
+
+import math
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32, i32
+from packtrain.engine.ops.arrays import ABSENT_IDS, flat_or_absent, rows
+from packtrain.engine.ops.costs import Cost
+from packtrain.engine.ops.scan_cells import begin, sample_lines, want_lines
+from packtrain.engine.ops.torch_kernels import torch
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+
+
+def _sizes(x, beta, groups, width):
+    """Heads and their values."""
+    heads = beta.shape[-1]
+    return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
+
+
+def _check(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: int) -> int:
+    """H P, the width of y."""
+    heads, p = _sizes(x, beta, groups, width)
+    each = Spec((*x.shape[:-1], heads))
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32[..., W]")
+    fits = decay.spec == beta.spec == each
+    want(fits, f"decay is {decay.spec} and beta {beta.spec}; for x {x.spec} they must be {each}")
+    want(groups > 0 < heads and heads % groups == 0, f"{groups} groups must divide {heads} heads")
+    wide = heads * p + 2 * groups * width
+    fits = p > 0 < width and x.shape[-1] == wide
+    want(fits, f"x is {x.spec}; its width must be {heads} P + 2 * {groups} * {width}")
+    return heads * p
+
+
+def _parts(x, heads, groups, width, tiled, eps):
+    """Queries and keys of length 1 (..., H, N), those of each head's group, and values (..., H, P)."""
+    lead, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
+    both = x[..., : 2 * groups * width].reshape(*lead, 2, groups, width)
+    both = both / xp.sqrt((both * both).sum(-1)[..., None] + eps)
+    at = np.arange(heads)
+    group = at % groups if tiled else at // (heads // groups)
+    both = both[..., group if xp is np else torch.as_tensor(group, device=x.device), :]
+    values = x[..., 2 * groups * width :].reshape(*lead, heads, -1)
+    return both[..., 0, :, :] / math.sqrt(width), both[..., 1, :, :], values
+
+
+def _steps(k, v, decay, beta, seq, first):
+    """What each token finds wrong (B, H, P), and the states (B, H, P, N) of all tokens in turn, from `first`."""
+    s, xp = first, np if isinstance(v, np.ndarray) else torch
+    for t in range(v.shape[1]):
+        if t and seq is not None:
+            s = s * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
+        s = s * xp.exp(decay[:, t])[..., None, None]
+        wrong = v[:, t] - (s * k[:, t, :, None]).sum(-1)
+        s = s + (beta[:, t, :, None] * wrong)[..., None] * k[:, t, :, None]
+        yield wrong, s
+
+
+def _read(s, q):
+    return (s * q[..., None, :]).sum(-1)
+
+
+def _samples():
+    random = np.random.default_rng(1)
+    for b, t, heads, p, groups, n in (
+        (1, 1, 1, 1, 1, 1), (2, 7, 4, 3, 2, 5), (1, 70, 6, 8, 2, 16), (2, 40, 2, 5, 1, 20),
+    ):  # fmt: skip
+        seq = constant("seq", np.sort(random.integers(0, 4, (b, t)), axis=1), i32)
+        x = input("x", (b, t, heads * p + 2 * groups * n))
+        decay, beta = (
+            constant(name, random.uniform(*ends, (b, t, heads)).astype(np.float32))
+            for name, ends in (("decay", (-1, 0)), ("beta", (0, 1)))
+        )
+        how = {"groups": groups, "width": n, "eps": 0.01}
+        yield (x, decay, beta, None), how
+        yield (x, decay, beta, seq), how | {"tiled": True}
+    yield (x, input("decay", (b, t, heads)), input("beta", (b, t, heads)), None), how
+
+
+@op()
+def delta_rule(
+    x: Tensor, decay: Tensor, beta: Tensor, seq: Tensor | None = None, *,
+    groups: int, width: int, tiled: bool = False, eps: float = 1e-6,
+) -> Spec:  # fmt: skip
+    """A memory for each head, which a token corrects: S = exp(decay) S; S += beta (v - S k) k^T; y = S q / sqrt(N).
+
+    Queries and keys are divided by their lengths, sqrt(sum of squares + eps). A sequence of a line begins with zeros.
+
+    x            (B, T, 2 G N + H P)  f32: queries and keys of the groups, then values of the heads; N is `width`
+    decay, beta  (B, T, H)            f32
+    seq          (B, T)               i32
+    y            (B, T, H P)          f32
+    tiled        heads of a group are G apart (h % G), not together
+    Yang et al. 2024, arXiv 2412.06464; ggml_gated_delta_net.
+    """
+    wide = _check(x, decay, beta, groups, width)
+    want(len(x.shape) == 3, f"x is {x.spec}; it must have three axes")
+    ids = Spec(x.shape[:2], i32)
+    want(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
+    return Spec((*x.shape[:2], wide))
+
+
+@delta_rule.vjp
+def delta_rule_vjp(dy, y, x, decay, beta, seq, **how):
+    return *delta_rule_back(dy, x, decay, beta, seq, **how), None
+
+
+@delta_rule.kernel("torch")
+@delta_rule.kernel("numpy")
+def delta_rule_numpy(y, x, decay, beta, seq, *, groups, width, tiled, eps):
+    if 0 in y.shape:
+        return
+    q, k, v = _parts(x, beta.shape[-1], groups, width, tiled, eps)
+    first = v[:, 0, ..., None] * k[:, 0, :, None] * 0
+    for t, (_, s) in enumerate(_steps(k, v, decay, beta, seq, first)):
+        y[:, t] = _read(s, q[:, t]).reshape(y[:, t].shape)
+
+
+@delta_rule.workspace("cpu")
+def delta_rule_work(x, decay, beta, *others, groups, width, **how):
+    heads, p = _sizes(x, beta, groups, width)
+    return (Spec((x.shape[0] * heads, p, width)),)
+
+
+@delta_rule.kernel("cpu")
+def delta_rule_cpu(y, x, decay, beta, seq, *, groups, width, tiled, eps, work):
+    given = rows(y), *work, rows(x), rows(decay), rows(beta), flat_or_absent(seq, ABSENT_IDS)
+    kernels.delta.delta(*given, x.shape[1], groups, int(tiled), eps)
+
+
+@delta_rule.cost
+def delta_rule_cost(y, x, *others, groups, width, **how):
+    return Cost({"attend": 3 * math.prod(y.shape) * width})
+
+
+delta_rule.samples(lambda: (delta_rule(*given, **how) for given, how in _samples()))
+
+
+@op()
+def delta_rule_back(
+    dy: Tensor, x: Tensor, decay: Tensor, beta: Tensor, seq: Tensor | None = None, *,
+    groups: int, width: int, tiled: bool = False, eps: float = 1e-6,
+) -> tuple[Spec, ...]:  # fmt: skip
+    """Gradients of delta_rule for x, decay and beta; states are computed again, and those before chunks are kept."""
+    y = Spec((*x.shape[:-1], _check(x, decay, beta, groups, width)))
+    want(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
+    return x.spec, decay.spec, beta.spec
+
+
+@delta_rule_back.workspace("cpu")
+def delta_rule_back_work(dy, x, decay, beta, *others, groups, width, **how):
+    (_, p), (lines, time) = _sizes(x, beta, groups, width), x.shape[:2]
+    tasks, slots = lines * groups, -(-time // kernels.delta.CHUNK) + 1
+    return tuple(map(Spec, ((tasks, slots, p, width), (tasks, time + 1, p), (tasks, 3, time))))
+
+
+@delta_rule_back.kernel("numpy")
+def delta_rule_back_numpy(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps):
+    dx, ddecay, dbeta = out
+    heads, count = beta.shape[-1], beta.shape[1]
+    q, k, v = _parts(x, heads, groups, width, tiled, eps)
+    dy, first = dy.reshape(v.shape), v[:, 0, ..., None] * k[:, 0, :, None] * 0
+    made = [*_steps(k, v, decay, beta, seq, first)]
+    of_q, of_k, of_v, slope = (np.zeros_like(a) for a in (q, k, v, first))
+    for t in reversed(range(count)):
+        (wrong, s), by = made[t], beta[:, t, :, None]
+        kept = np.exp(decay[:, t])[..., None, None]
+        if t and seq is not None:
+            kept = kept * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
+        before = kept * made[t - 1][1] if t else first
+        of_q[:, t] = (dy[:, t, ..., None] * s).sum(2)
+        slope = slope + dy[:, t, ..., None] * q[:, t, :, None]
+        missing = _read(slope, k[:, t])
+        dbeta[:, t], of_v[:, t] = (missing * wrong).sum(-1), by * missing
+        of_k[:, t] = ((by * wrong)[..., None] * slope - (by * missing)[..., None] * before).sum(2)
+        slope = slope - (by * missing)[..., None] * k[:, t, :, None]
+        ddecay[:, t] = (slope * before).sum((2, 3))
+        slope = slope * kept
+    at = np.arange(heads)
+    of = (at % groups if tiled else at // (heads // groups))[:, None] == np.arange(groups)
+    wide, lead = groups * width, x.shape[:2]
+    for number, (d, by) in enumerate(((of_q, 1 / math.sqrt(width)), (of_k, 1))):
+        mine = slice(number * wide, (number + 1) * wide)
+        d = np.einsum("bthn,hg->btgn", d, of) * by
+        found = x[..., mine].reshape(d.shape)
+        inverse = 1 / np.sqrt((found * found).sum(-1, keepdims=True) + eps)
+        along = (d * found).sum(-1, keepdims=True) * inverse**3
+        dx[..., mine] = (d * inverse - found * along).reshape(*lead, wide)
+    dx[..., 2 * wide :] = of_v.reshape(*lead, -1)
+
+
+@delta_rule_back.kernel("cpu")
+def delta_rule_back_cpu(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps, work):
+    given = *map(rows, (*out,)), *work, *map(rows, (dy, x, decay, beta))
+    ids = flat_or_absent(seq, ABSENT_IDS)
+    kernels.delta.delta_back(*given, ids, x.shape[1], groups, int(tiled), eps)
+
+
+@delta_rule_back.kernel("torch")
+def delta_rule_back_torch(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps):
+    with torch.enable_grad():
+        given = [t.detach().requires_grad_() for t in (x, decay, beta)]
+        q, k, v = _parts(given[0], beta.shape[-1], groups, width, tiled, eps)
+        first = torch.zeros_like(v[:, 0, ..., None] * k[:, 0, :, None])
+        steps = enumerate(_steps(k, v, *given[1:], seq, first))
+        y = torch.stack([_read(s, q[:, t]) for t, (_, s) in steps], 1)
+        made = torch.autograd.grad(y, given, dy.reshape(y.shape))
+    for to, d in zip(out, made, strict=True):
+        to.copy_(d)
+
+
+@delta_rule_back.cost
+def delta_rule_back_cost(out, dy, x, *others, groups, width, **how):
+    return Cost({"attend": 10 * math.prod(dy.shape) * width})
+
+
+@delta_rule_back.samples
+def delta_rule_back_samples():
+    for given, how in _samples():
+        y = delta_rule(*given, **how)
+        yield from delta_rule_back(input("dy", y.shape), *given, **how)
+
+
+@op(writes=(0,), repeatable=True)
+def delta_rule_cells(
+    leaf: Tensor, x: Tensor, decay: Tensor, beta: Tensor, line: Tensor, source: Tensor, target: Tensor, *,
+    groups: int, tiled: bool = False, eps: float = 1e-6,
+) -> tuple[Spec, ...]:  # fmt: skip
+    """delta_rule of tokens of several sequences in turn, each from a state of the leaf; lines as in ssm_scan_cells.
+
+    leaf               (S, H, P, N)  f32
+    x, decay, beta, y  (T, ...)      f32, as in delta_rule
+    Returns the leaf's new handle, and y.
+    """
+    whole = len(leaf.shape) == 4 and leaf.dtype == f32
+    want(whole, f"leaf is {leaf.spec}; it must be f32[S, H, P, N]")
+    _, heads, p, n = leaf.shape
+    wide = _check(x, decay, beta, groups, n)
+    fits = beta.shape == (*x.shape[:1], heads) and wide == heads * p
+    want(fits, f"x is {x.spec}, beta {beta.spec}, leaf {leaf.spec}")
+    want_lines(x, line, source, target)
+    return leaf.spec, Spec((x.shape[0], wide))
+
+
+@delta_rule_cells.kernel("torch")
+@delta_rule_cells.kernel("numpy")
+def delta_rule_cells_numpy(out, leaf, x, decay, beta, line, source, target, *, groups, tiled, eps):
+    y = out[1]
+    q, k, v = (
+        part[:, None] for part in _parts(x, beta.shape[-1], groups, leaf.shape[-1], tiled, eps)
+    )
+    begin(leaf, source, target)
+    for t in range(len(x)):
+        at = int(target[line[t]])
+        y[t] = 0
+        if at >= 0:
+            here = k[t : t + 1], v[t : t + 1], decay[t : t + 1, None], beta[t : t + 1, None]
+            ((_, s),) = _steps(*here, None, leaf[at][None])
+            leaf[at] = s[0]
+            y[t] = _read(s, q[t]).reshape(-1)
+
+
+@delta_rule_cells.kernel("cpu")
+def delta_rule_cells_cpu(out, leaf, x, decay, beta, line, source, target, *, groups, tiled, eps):
+    where = line, source, target
+    kernels.delta.delta_cells(out[1], leaf, x, decay, beta, *where, groups, int(tiled), eps)
+
+
+@delta_rule_cells.cost
+def delta_rule_cells_cost(out, leaf, x, *others, **how):
+    _, heads, p, n = leaf.shape
+    return Cost({"attend": 3 * len(x.shape) * heads * p * n}, nbytes=4 * math.prod(leaf.shape[1:]))
+
+
+@delta_rule_cells.samples
+def delta_rule_cells_samples():
+    random = np.random.default_rng(1)
+    for t, heads, p, groups, n in ((1, 1, 1, 1, 1), (7, 4, 3, 2, 5), (20, 4, 8, 2, 16)):
+        x = input("x", (t, heads * p + 2 * groups * n))
+        decay = constant("decay", random.uniform(-1, 0, (t, heads)).astype(np.float32))
+        beta = constant("beta", random.uniform(0, 1, (t, heads)).astype(np.float32))
+        given = state("states", (6, heads, p, n)), x, decay, beta, *sample_lines(t)
+        yield delta_rule_cells(*given, groups=groups, tiled=t == 7, eps=0.01)[1]

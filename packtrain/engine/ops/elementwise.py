@@ -1,0 +1,287 @@
+"""Element-wise ops: arithmetic with broadcasting, functions of one value."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import READABLE, TRAINABLE, f32
+from packtrain.engine.ops.arrays import assigned, flat, floats, rows
+from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.reduce import sum_like
+from packtrain.engine.ops.torch_kernels import filled, filled_by_aten, real, torch
+from packtrain.engine.tensor import Op, Spec, Tensor, constant, input, op, want
+from packtrain.kernels import quantized_arrays
+
+PARALLEL_FROM = 1 << 15  # below this a NumPy ufunc is faster than starting threads
+
+
+def _broadcast(a: Tensor, b: Tensor) -> Spec:
+    want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
+    return _one_shape(a, b)
+
+
+def _one_shape(a: Tensor, b: Tensor) -> Spec:
+    try:
+        shape = np.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        want(False, f"a {a.spec} and b {b.spec} do not broadcast to one shape")
+    return Spec(shape)
+
+
+def f32_only(x: Tensor) -> Spec:
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    return x.spec
+
+
+# ---- two inputs ----------------------------------------------------------------------------------------------
+
+
+@op(inplace=(0, 1))
+def add(a: Tensor, b: Tensor) -> Spec:
+    """y = a + b in f32, broadcast as in NumPy; a and b of any readable type. ggml_add, ggml_add1, ggml_add_cast."""
+    wrong = [t for t in (a, b) if t.dtype not in READABLE]
+    want(not wrong, f"a is {a.spec} and b is {b.spec}; both must be of types that can be read")
+    return _one_shape(a, b)
+
+
+@add.vjp
+def add_vjp(dy, y, a, b):
+    return tuple(sum_like(dy, t) if t.dtype in TRAINABLE else None for t in (a, b))
+
+
+add.workspace("cpu")(lambda a, b: tuple(Spec(t.shape) for t in (a, b) if t.dtype != f32))
+
+
+@add.kernel("numpy")
+def add_numpy(y, a, b):
+    np.add(floats(a), floats(b), out=y)
+
+
+@add.kernel("cpu", strided=lambda index, t: t.dtype == f32)
+def add_cpu(y, a, b, *, work=()):
+    rooms = iter(work)
+    _binary_cpu("add", np.add)(y, _unpacked(a, rooms), _unpacked(b, rooms))
+
+
+@add.kernel("torch", strided=lambda index, t: t.dtype == f32)
+def add_torch(y, a, b):
+    torch.add(real(a), real(b), out=y)
+
+
+def _unpacked(x, rooms):
+    """x, or its values in the next room."""
+    if x.dtype == np.float32:
+        return x
+    room = next(rooms)
+    quantized_arrays.unpack(room, x)
+    return room
+
+
+@op(inplace=(0, 1))
+def sub(a: Tensor, b: Tensor) -> Spec:
+    """y = a - b, broadcast as in NumPy. All f32. ggml_sub."""
+    return _broadcast(a, b)
+
+
+@sub.vjp
+def sub_vjp(dy, y, a, b):
+    return sum_like(dy, a), sum_like(neg(dy), b)
+
+
+@op(inplace=(0, 1))
+def mul(a: Tensor, b: Tensor) -> Spec:
+    """y = a * b, broadcast as in NumPy. All f32. ggml_mul."""
+    return _broadcast(a, b)
+
+
+mul.vjp(lambda dy, y, a, b: (sum_like(mul(dy, b), a), sum_like(mul(dy, a), b)))
+
+
+@op(inplace=(0, 1))
+def div(a: Tensor, b: Tensor) -> Spec:
+    """y = a / b, broadcast as in NumPy. All f32. ggml_div."""
+    return _broadcast(a, b)
+
+
+@div.vjp
+def div_vjp(dy, y, a, b):
+    da = div(dy, b)
+    return sum_like(da, a), sum_like(neg(mul(da, y)), b)
+
+
+def _binary_cpu(name, ufunc):
+    def run(y, a, b):
+        if y.size < PARALLEL_FROM or not (a.flags.c_contiguous and b.flags.c_contiguous):
+            ufunc(a, b, out=y)
+        elif a.shape == b.shape:
+            kernels.elementwise.binary(kernels.elementwise.BINARY[name], flat(y), flat(a), flat(b))
+        elif a.shape == y.shape and b.size == 1:
+            kernels.elementwise.binary_scalar(
+                kernels.elementwise.BINARY[name], flat(y), flat(a), flat(b)
+            )
+        elif a.shape == y.shape and b.shape == a.shape[-1:]:
+            kernels.elementwise.binary_rows(kernels.elementwise.BINARY[name], rows(y), rows(a), b)
+        else:
+            ufunc(a, b, out=y)
+
+    return run
+
+
+def _binary_numpy(ufunc):
+    def run(y, a, b):  # which returns nothing: what a kernel returns is called the next time
+        ufunc(a, b, out=y)
+
+    return run
+
+
+def _binary_samples(binary):
+    def samples():
+        for n in (1, 15, 256, 40_000):
+            b = constant("b", 0.5 + np.arange(n) % 7)
+            yield binary(input("a", (n,)), b)
+        yield binary(input("a", (3, 1, 5)), constant("b", 1.0 + np.arange(20).reshape(4, 5)))
+        yield binary(input("a", (300, 128)), constant("b", np.full(128, 1.5)))
+        yield binary(input("a", (300, 128)), constant("b", np.array(-2.0)))
+
+    return samples
+
+
+for _binary, _ufunc in ((sub, np.subtract), (mul, np.multiply), (div, np.divide)):
+    _binary.kernel("numpy")(_binary_numpy(_ufunc))
+    _binary.kernel("cpu", strided=True)(_binary_cpu(_binary.name, _ufunc))
+    _binary.kernel("torch", strided=True)(filled(_binary.name))
+for _binary in (add, sub, mul, div):
+    _binary.samples(_binary_samples(_binary))
+
+
+# ---- one input -----------------------------------------------------------------------------------------------
+
+
+@op(inplace=(0,))
+def scale(x: Tensor, *, by: float, bias: float = 0.0) -> Spec:
+    """y = by * x + bias. ggml_scale, ggml_scale_bias."""
+    return f32_only(x)
+
+
+scale.vjp(lambda dy, y, x, *, by, bias: (scale(dy, by=by),))
+
+
+@scale.kernel("numpy")
+def scale_numpy(y, x, *, by, bias):
+    np.add(x * x.dtype.type(by), x.dtype.type(bias), out=y)
+
+
+@scale.kernel("cpu")
+def scale_cpu(y, x, *, by, bias):
+    kernels.elementwise.scale(flat(y), flat(x), by, bias)
+
+
+@scale.kernel("torch", strided=True)
+def scale_torch(y, x, *, by, bias):
+    torch.mul(x, by, out=y)
+    y.add_(bias)
+
+
+@scale.samples
+def scale_samples():
+    for n in (1, 17, 63, 40_000):
+        yield scale(input("x", (n,)), by=-1.5, bias=0.25)
+
+
+def unary(
+    name: str,
+    doc: str,
+    specification: Callable[[np.ndarray], np.ndarray],
+    with_torch: Callable[..., None],
+    positive: bool = False,
+) -> Op[[Tensor], Tensor]:
+    """An op of one value that may overwrite it; `positive` if it is for no others."""
+
+    def rule(x: Tensor) -> Spec:
+        return f32_only(x)
+
+    def run(y, x):
+        kernels.elementwise.unary(kernels.elementwise.UNARY[name], flat(y), flat(x))
+
+    def samples():
+        for n in (1, 16, 65, 40_000):
+            yield made(constant("x", 0.3 + 0.01 * ((np.arange(n) * 37) % 211)))
+        if not positive:
+            yield made(input("x", (5, 13)))
+
+    rule.__name__, rule.__doc__ = name, doc
+    made = op(inplace=(0,))(rule)
+    made.kernel("numpy")(assigned(specification))
+    made.kernel("cpu")(run)
+    made.kernel("torch", strided=True)(with_torch)
+    made.samples(samples)
+    return made
+
+
+neg = unary("neg", "y = -x. ggml_neg.", np.negative, filled("neg"))
+sqr = unary("sqr", "y = x**2. ggml_sqr.", np.square, filled("square"))
+sqrt = unary("sqrt", "y = sqrt(x). ggml_sqrt.", np.sqrt, filled("sqrt"), positive=True)
+log = unary("log", "y = ln(x). ggml_log.", np.log, filled("log"), positive=True)
+exp = unary("exp", "y = e**x. ggml_exp.", np.exp, filled("exp"))
+step = unary(
+    "step", "y = 1 where x > 0, else 0. Its gradient is 0. ggml_step.",
+    lambda x: (x > 0).astype(x.dtype), filled("gt", 0),
+)  # fmt: skip
+relu = unary("relu", "y = max(x, 0). ggml_relu.", lambda x: np.maximum(x, 0), filled("clamp", 0))
+sigmoid = unary(
+    "sigmoid", "y = 1 / (1 + e**-x). ggml_sigmoid.", lambda x: 1 / (1 + np.exp(-x)), filled("sigmoid")
+)  # fmt: skip
+tanh = unary("tanh", "y = tanh(x). ggml_tanh.", np.tanh, filled("tanh"))
+silu = unary(
+    "silu", "y = x * sigmoid(x). ggml_silu.", lambda x: x / (1 + np.exp(-x)), filled_by_aten("silu")
+)  # fmt: skip
+
+# their gradients
+neg.vjp(lambda dy, y, x: (neg(dy),))
+sqr.vjp(lambda dy, y, x: (scale(mul(dy, x), by=2.0),))
+sqrt.vjp(lambda dy, y, x: (scale(div(dy, y), by=0.5),))
+log.vjp(lambda dy, y, x: (div(dy, x),))
+exp.vjp(lambda dy, y, x: (mul(dy, y),))
+step.vjp(lambda dy, y, x: (scale(dy, by=0.0),))
+relu.vjp(lambda dy, y, x: (mul(dy, step(y)),))
+sigmoid.vjp(lambda dy, y, x: (mul(dy, mul(y, scale(y, by=-1.0, bias=1.0))),))
+tanh.vjp(lambda dy, y, x: (mul(dy, scale(sqr(y), by=-1.0, bias=1.0)),))
+
+
+@silu.vjp
+def silu_vjp(dy, y, x):
+    return (silu_back(dy, x),)
+
+
+@op(inplace=(0,))
+def silu_back(dy: Tensor, x: Tensor) -> Spec:
+    """Gradient of silu: dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x). ggml_silu_back."""
+    want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    return x.spec
+
+
+@silu_back.kernel("numpy")
+def silu_back_numpy(dx, dy, x):
+    s = 1 / (1 + np.exp(-x))
+    dx[...] = dy * s * (1 + x * (1 - s))
+
+
+@silu_back.kernel("cpu")
+def silu_back_cpu(dx, dy, x):
+    kernels.elementwise.silu_back(flat(dx), flat(dy), flat(x))
+
+
+@silu_back.kernel("torch")
+def silu_back_torch(dx, dy, x):
+    torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=dx)
+
+
+for _function_of_x in (exp, log, tanh, sigmoid, silu, silu_back):
+    _function_of_x.cost(elementwise())
+
+
+@silu_back.samples
+def silu_back_samples():
+    for n in (1, 17, 64, 40_000):
+        yield silu_back(input("dy", (n,)), input("x", (n,)))

@@ -1,0 +1,310 @@
+"""Matrix products, with weights in any readable type."""
+
+import math
+from functools import partial
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import BLOCK_TYPES, READABLE, ROUNDABLE, TRAINABLE, bf16, dtype_of, f16, f32
+from packtrain.engine.ops import arrays, costs
+from packtrain.engine.ops.arrays import again, half, packed, rows
+from packtrain.engine.ops.reduce import sum_like
+from packtrain.engine.ops.shape import transpose
+from packtrain.engine.ops.torch_kernels import CHUNK, LARGE, add_product, add_product_back, multiply
+from packtrain.engine.ops.torch_kernels import rows as rows_of
+from packtrain.engine.ops.torch_kernels import start_with as begin_with
+from packtrain.engine.ops.torch_kernels import times as times_in
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.kernels.runtime import has
+
+FEW_ROWS = 8  # up to so many, products with packed weights are summed in integers
+PLANES = 3  # of 8 bits
+
+
+def _is_matrix(index: int, t: Tensor) -> bool:
+    """Whether w is a matrix or a transposed one: one axis contiguous, the other strided."""
+    if index != 1 or t.dtype != f32:
+        return False
+    (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
+    return (column == 4 and row >= 4 * k) or (row == 4 and column >= 4 * n)
+
+
+@op(inplace=(2,), acc=2)
+def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = "f32") -> Spec:
+    """Multiply rows of x by rows of w: y = x @ w.T (+ acc). ggml_mul_mat.
+
+    x    (..., K)   f32
+    w    (N, K)     any readable type; f32 may be a transposed view, or (..., N, K): leading axes broadcast
+    acc  (..., N)   f32
+    y    (..., N)   f32
+
+    precision  bf16 rounds x and w to it, for gradients too, and sums in f32; for CPUs with AVX512_BF16.
+               bf16x3 takes them as sums of two bf16, and leaves out the least product; for CPUs with AMX
+    """
+    arrays.want_precision(precision)
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    _want_readable(w)
+    want(
+        len(w.shape) >= 2 and 1 <= len(x.shape) >= min(len(w.shape) - 1, 2),
+        f"x is {x.spec} and w is {w.spec}; w needs two axes, and x too where w has more",
+    )
+    k, rows_k = x.shape[-1], w.shape[-1]
+    want(
+        k == rows_k, f"last axis of x {x.spec} ({k}) must equal last axis of w {w.spec} ({rows_k})"
+    )
+    y = Spec((*_leading(x, w), *x.shape[-2:-1], w.shape[-2]))
+    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    return y
+
+
+def _leading(x: Tensor, w: Tensor) -> tuple[int, ...]:
+    """Of the result, before rows and columns."""
+    if len(w.shape) == 2:
+        return x.shape[:-2]
+    try:
+        return np.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+    except ValueError:
+        want(False, f"leading axes of x {x.spec} and w {w.spec} do not broadcast")
+        raise
+
+
+def _want_readable(w: Tensor) -> None:
+    fits = w.dtype == f32 or (w.dtype in READABLE and len(w.shape) == 2)
+    want(fits, f"w is {w.spec}; it must be f32, or a matrix of a type that can be read")
+
+
+@matmul.vjp
+def matmul_vjp(dy, y, x, w, acc, **how):
+    # dw is written first: x is then no longer needed when dx is computed
+    if w.dtype not in TRAINABLE:
+        dw = None
+    elif len(w.shape) > 2:
+        dw = sum_like(matmul(transpose(dy), transpose(x), **how), w)
+    else:
+        dw = out_prod(dy, x, **how)
+    plain = w.dtype == f32
+    dx = sum_like(matmul(dy, transpose(w), **how), x) if plain else matmul_back(dy, w, **how)
+    return dx, dw, (None if acc is None else dy)
+
+
+@matmul.kernel("numpy")
+def matmul_numpy(y, x, w, acc, precision):
+    product = arrays.times(x, np.swapaxes(arrays.floats(w), -1, -2), precision)
+    y[...] = product if acc is None else product + acc
+
+
+@matmul.kernel("cpu", strided=_is_matrix)
+def matmul_cpu(y, x, w, acc, precision, work=()):
+    how = acc is not None, half(precision)
+    same = arrays.start_with(y, acc)
+    if w.ndim == 2:
+        call = _product(rows(y), rows(x), w, how, work)
+        return call if same else None
+    leading = y.shape[:-2]
+    x, w = (np.broadcast_to(t, (*leading, *t.shape[-2:])) for t in (x, w))
+    for at in np.ndindex(leading):
+        kernels.matmul.product(y[at], x[at], w[at].T, *how)
+    return None
+
+
+def matmul_torch(y, x, w, acc, precision, part=CHUNK):
+    if w.ndim > 2:
+        product = times_in(x, w.mT, precision)
+        y.copy_(product if acc is None else product.add_(acc))
+        return
+    if acc is not None:
+        begin_with(y, acc)
+    add_product(rows_of(y), rows_of(x), w, precision, fresh=acc is None, part=part)
+
+
+matmul.kernel("torch", strided=_is_matrix)(matmul_torch)
+matmul.kernel("cuda", strided=_is_matrix)(partial(matmul_torch, part=LARGE))
+
+
+def _product(y, x, w, how, work):
+    if w.dtype == np.float32:
+        return again(kernels.matmul.product, y, x, w.T, *how)
+    if work:
+        return again(kernels.rounded.product, y, x, *packed(w), how[0], PLANES, *work)
+    return again(kernels.packed.product, y, x, *packed(w), *how)
+
+
+@matmul.workspace("cpu")
+def matmul_workspace(x, w, acc, precision):
+    few = x.spec.size <= FEW_ROWS * w.shape[-1] and precision == "f32"
+    return (arrays.integers_of(x, PLANES),) if few and _in_integers(w.dtype) else ()
+
+
+def _in_integers(dtype):
+    """Signed codes need less time in f32 where there is no VNNI."""
+    return dtype in ROUNDABLE and (has("avx512vnni") or not dtype.code["codes"].signed)
+
+
+@matmul.cost
+def matmul_cost(y, x, w, acc, precision):
+    m, count = y.spec.size // max(w.shape[-2], 1), math.prod(y.shape[:-2])
+    return costs.at(precision, costs.product_with(m, w, count))
+
+
+@matmul.samples
+def matmul_samples():
+    shapes = (1, 1, 1), (3, 15, 16), (17, 64, 63), (9, 65, 33), (70, 300, 129), (130, 1100, 129)
+    for m, n, k in (*shapes, (1, 65, 17), (2, 700, 65), (4, 17, 256)):
+        yield matmul(input("x", (m, k)), input("w", (n, k)))
+    yield matmul(input("x", (2, 3, 16)), transpose(input("w", (16, 8))))
+    yield matmul(input("x", (5, 7)), input("w", (9, 7)), input("acc", (5, 9)))
+    yield matmul(input("x", (2, 3, 5, 8)), input("w", (2, 3, 4, 8)))
+    yield matmul(input("x", (2, 3, 5, 8)), input("w", (2, 1, 4, 8)))
+    yield matmul(input("x", (5, 8)), input("w", (3, 4, 8)))
+    yield matmul(input("x", (2, 5, 8)), transpose(input("w", (2, 8, 4))), input("acc", (2, 5, 4)))
+    yield matmul(transpose(input("x", (8, 5))), input("w", (3, 8)))
+    for shape, w in zip(((2, 3), (300,), (1,), (5,)), _packed_weights(), strict=True):
+        yield matmul(input("x", (*shape, w.shape[1])), w)
+    yield matmul(input("x", (3, 768)), w, input("acc", (3, 40)))
+
+
+def _packed_weights():
+    """A matrix of each kind of storage: f16, and blocks of two sizes."""
+    random = np.random.default_rng(1)
+    yield constant("w", random.standard_normal((17, 33)).astype(np.float16), f16)
+    upper = random.standard_normal((300, 270)).astype(np.float32).view(np.uint16)[:, 1::2]
+    yield constant("w", np.ascontiguousarray(upper).view(bf16.numpy), bf16)
+    for name, blocks in (("q4_K", (300, 3)), ("q8_0", (40, 24))):
+        bits = random.integers(0, 256, (*blocks, BLOCK_TYPES[name].block_nbytes), np.uint8)
+        bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)  # scales
+        yield constant("w", bits.view(BLOCK_TYPES[name].numpy)[..., 0], BLOCK_TYPES[name])
+
+
+@op(inplace=(2,), acc=2)
+def matmul_back(
+    dy: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = "f32"
+) -> Spec:
+    """Gradient of matmul for x where w is quantized: dx = dy @ w (+ acc).
+
+    dy   (..., N)   f32
+    w    (N, K)     any readable type
+    acc  (..., K)   f32
+    dx   (..., K)   f32
+    """
+    arrays.want_precision(precision)
+    want(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
+    _want_readable(w)
+    want(dy.shape[-1:] == w.shape[:1], f"last axis of dy {dy.spec} must equal first of w {w.spec}")
+    dx = Spec((*dy.shape[:-1], w.shape[1]))
+    want(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
+    return dx
+
+
+@matmul_back.vjp
+def matmul_back_vjp(ddx, dx, dy, w, acc, **how):
+    dw = out_prod(dy, ddx, **how) if w.dtype in TRAINABLE else None
+    return matmul(ddx, w, **how), dw, (None if acc is None else ddx)
+
+
+@matmul_back.kernel("numpy")
+def matmul_back_numpy(dx, dy, w, acc, precision):
+    product = arrays.times(dy, arrays.floats(w), precision)
+    dx[...] = product if acc is None else product + acc
+
+
+@matmul_back.kernel("cpu")
+def matmul_back_cpu(dx, dy, w, acc, precision):
+    arrays.start_with(dx, acc)
+    block = dtype_of(w).block
+    how = acc is not None, half(precision)
+    kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *how)
+
+
+@matmul_back.kernel("torch")
+def matmul_back_torch(dx, dy, w, acc, precision, part=CHUNK):
+    if acc is not None:
+        begin_with(dx, acc)
+    add_product_back(rows_of(dx), rows_of(dy), w, precision, fresh=acc is None, part=part)
+
+
+matmul_back.kernel("cuda")(partial(matmul_back_torch, part=LARGE))
+
+
+@matmul_back.cost
+def matmul_back_cost(dx, dy, w, acc, precision):
+    return costs.at(precision, costs.product_back(dy.spec.size // w.shape[0], w))
+
+
+@matmul_back.samples
+def matmul_back_samples():
+    yield matmul_back(input("dy", (3, 5)), input("w", (5, 256)))
+    for w in _packed_weights():
+        yield matmul_back(input("dy", (2, 3, w.shape[0])), w)
+    yield matmul_back(input("dy", (300, 40)), w, input("acc", (300, 768)))
+
+
+@op(inplace=(2,), acc=2)
+def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None, *, precision: str = "f32") -> Spec:
+    """Sum of outer products over all leading axes: y = a.T @ b (+ acc); a weight's gradient. See outer.
+
+    a    (..., P)   f32
+    b    (..., Q)   f32, leading axes as a
+    acc  (P, Q)     f32
+    y    (P, Q)     f32
+    """
+    arrays.want_precision(precision)
+    want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
+    want(a.shape[:-1] == b.shape[:-1], f"leading axes of a {a.spec} and b {b.spec} must be equal")
+    y = Spec((a.shape[-1], b.shape[-1]))
+    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    return y
+
+
+@out_prod.vjp
+def out_prod_vjp(dy, y, a, b, acc, **how):
+    return matmul(b, dy, **how), matmul(a, transpose(dy), **how), (None if acc is None else dy)
+
+
+@out_prod.kernel("numpy")
+def out_prod_numpy(y, a, b, acc, precision):
+    product = arrays.times(rows(a).T, rows(b), precision)
+    y[...] = product if acc is None else product + acc
+
+
+@out_prod.kernel("cpu")
+def out_prod_cpu(y, a, b, acc, precision):
+    arrays.start_with(y, acc)
+    kernels.matmul.product(y, rows(a).T, rows(b), acc is not None, half(precision))
+
+
+@out_prod.kernel("torch")
+def out_prod_torch(y, a, b, acc, precision):
+    if acc is not None:
+        begin_with(y, acc)
+    multiply(y, rows_of(a).mT, rows_of(b), acc is None, precision)
+
+
+@out_prod.cost
+def out_prod_cost(y, a, b, acc, precision):
+    one = costs.product(*y.shape, a.spec.size // a.shape[-1], turned=True)
+    return costs.at(precision, one)
+
+
+@out_prod.samples
+def out_prod_samples():
+    for r, p, q in ((1, 1, 1), (17, 3, 16), (64, 65, 15), (300, 63, 70), (300, 300, 200)):
+        yield out_prod(input("a", (r, p)), input("b", (r, q)))
+    yield out_prod(input("a", (2, 3, 5)), input("b", (2, 3, 4)), input("acc", (5, 4)))
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """y = a.T @ b of the last two axes; leading axes broadcast. ggml_out_prod.
+
+    a  (..., N, P)  f32, or (N, P) of any readable type
+    b  (..., N, Q)  f32
+    y  (..., P, Q)  f32
+    """
+    fits = min(len(a.shape), len(b.shape)) >= 2 and a.shape[-2] == b.shape[-2]
+    fact = f"a is {a.spec} and b is {b.spec}; their last axes but one must be equal"
+    arrays.demand("outer", fits, fact, a, b)
+    plain = a.dtype == f32 or len(a.shape) == len(b.shape) == 2
+    arrays.demand("outer", plain, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b)
+    if a.dtype != f32:
+        return transpose(matmul_back(transpose(b), a))
+    return matmul(transpose(a), transpose(b))

@@ -1,0 +1,199 @@
+"""Sums and their adjoint, broadcasting. The order is fixed; sums are in f64, column sums in f32 by blocks."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.engine.ops.arrays import assigned, demand, flat, rows, table
+from packtrain.engine.ops.shape import cont, reshape
+from packtrain.engine.ops.torch_kernels import CHUNK, copied, spans, wide
+from packtrain.engine.tensor import Spec, Tensor, View, input, op, want
+
+
+def sum_like(d: Tensor, x: Tensor) -> Tensor:
+    """The gradient d of a broadcast x, summed to x's shape; d itself if nothing was broadcast."""
+    return d if d.shape == x.shape else sum_to(d, shape=x.shape)
+
+
+@op(view=True)
+def broadcast_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
+    """x repeated along new or unit axes by strides of zero, as np.broadcast_to; see repeat."""
+    padded = (1,) * (len(shape) - len(x.shape)) + x.shape
+    fits = len(padded) == len(shape) and all(
+        n in (1, s) for n, s in zip(padded, shape, strict=True)
+    )
+    want(fits, f"x {x.spec} does not broadcast to {tuple(shape)}")
+    strides = (0,) * (len(shape) - len(x.shape)) + x.strides
+    steps = tuple(0 if n == 1 != s else b for n, s, b in zip(padded, shape, strides, strict=True))
+    return View(tuple(shape), x.dtype, steps)
+
+
+broadcast_to.vjp(lambda dy, y, x, *, shape: (sum_like(dy, x),))
+
+
+@broadcast_to.samples
+def broadcast_to_samples():
+    yield broadcast_to(input("x", (3, 1)), shape=(2, 3, 4))
+    yield broadcast_to(input("x", ()), shape=(5,))
+    yield cont(broadcast_to(input("x", (3, 1)), shape=(2, 3, 4)))
+
+
+def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
+    """x, of any type, again and again up to sizes that are multiples of its own; new axes come first. ggml_repeat.
+
+    Unit axes are repeated without a copy, see broadcast_to. Rows of a quantized x stay as they are.
+    """
+    own = (1,) * (len(shape) - len(x.shape)) + x.shape
+    fits = len(own) == len(shape) and all(
+        s == n or (n and s % n == 0) for n, s in zip(own, shape, strict=True)
+    )
+    kept = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
+    wanted = "have multiples of its sizes" if kept else "keep its quantized rows"
+    demand("repeat", fits and kept, f"x is {x.spec}; shape {tuple(shape)} must {wanted}", x)
+    if all(n in (1, s) for n, s in zip(own, shape, strict=True)):
+        return broadcast_to(x, shape=tuple(shape))
+    times = [s // n if n else 1 for n, s in zip(own, shape, strict=True)]
+    pairs = [size for n, k in zip(own, times, strict=True) for size in (k, n)]
+    apart = reshape(x, shape=tuple(size for n in own for size in (1, n)))
+    return reshape(cont(broadcast_to(apart, shape=tuple(pairs))), shape=tuple(shape))
+
+
+@op()
+def sum(x: Tensor) -> Spec:
+    """y = sum of all elements: x (...) f32, y () f32. ggml_sum."""
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    return Spec(())
+
+
+sum.vjp(lambda dy, y, x: (broadcast_to(dy, shape=x.shape),))
+sum.kernel("numpy")(assigned(lambda x: x.sum(dtype=np.float64)))
+
+
+@sum.kernel("cpu")
+def sum_cpu(y, x):
+    kernels.reduce.sum_all(flat(y), flat(x))
+
+
+@sum.kernel("torch")
+def sum_torch(y, x):
+    x = x.view(-1)
+    total = wide(x.new_zeros(()))
+    for start, end in spans(len(x), CHUNK, x):
+        total += wide(x[start:end]).sum()
+    y.copy_(total)
+
+
+sum.samples(lambda: (sum(input("x", (n,))) for n in (1, 15, 64, 70_000)))
+
+
+@op()
+def sum_rows(x: Tensor) -> Spec:
+    """y = sum over the last axis: x (..., C) f32, y (..., 1) f32. ggml_sum_rows."""
+    want(
+        x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
+    )
+    return Spec((*x.shape[:-1], 1))
+
+
+sum_rows.vjp(lambda dy, y, x: (broadcast_to(dy, shape=x.shape),))
+sum_rows.kernel("numpy")(assigned(lambda x: x.sum(-1, keepdims=True, dtype=np.float64)))
+
+
+@sum_rows.kernel("cpu")
+def sum_rows_cpu(y, x):
+    kernels.reduce.sum_rows(flat(y), rows(x))
+
+
+sum_rows.kernel("torch", strided=True)(copied(lambda x: wide(x).sum(-1, keepdim=True)))
+
+
+@sum_rows.samples
+def sum_rows_samples():
+    for c in (1, 15, 63, 129):
+        yield sum_rows(input("x", (3, 5, c)))
+    yield sum_rows(input("x", (600, 65)))
+
+
+@op()
+def sum_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
+    """Sum the axes that broadcasting from `shape` to x's shape would repeat. ggml_repeat_back."""
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    padded = (1,) * (len(x.shape) - len(shape)) + tuple(shape)
+    fits = len(padded) == len(x.shape) and all(
+        s in (1, n) for s, n in zip(padded, x.shape, strict=True)
+    )
+    want(fits, f"{tuple(shape)} does not broadcast to x {x.spec}")
+    return Spec(tuple(shape))
+
+
+sum_to.vjp(lambda dy, y, x, *, shape: (broadcast_to(dy, shape=x.shape),))
+
+
+@sum_to.kernel("numpy")
+def sum_to_numpy(y, x, *, shape):
+    padded = (1,) * (x.ndim - y.ndim) + y.shape
+    axes = tuple(i for i, n in enumerate(padded) if n == 1 and x.shape[i] != 1)
+    y[...] = x.sum(axes, keepdims=True, dtype=np.float64).reshape(y.shape)
+
+
+@sum_to.kernel("cpu")
+def sum_to_cpu(y, x, *, shape):
+    if y.size == 1:
+        kernels.reduce.sum_all(flat(y), flat(x))
+    elif shape == x.shape[x.ndim - len(shape) :]:
+        kernels.reduce.sum_cols(flat(y), table(x, x.ndim - y.ndim))
+    elif shape == (*x.shape[:-1], 1):
+        kernels.reduce.sum_rows(flat(y), rows(x))
+    else:
+        axes = tuple(
+            i for i in range(x.ndim) if ((1,) * (x.ndim - y.ndim) + y.shape)[i] != x.shape[i]
+        )
+        np.add.reduce(
+            x, axes, np.float64, out=y.reshape([n for i, n in enumerate(x.shape) if i not in axes])
+        )
+
+
+sum_to.kernel("torch", strided=True)(copied(lambda x, *, shape: wide(x).sum_to_size(shape)))
+
+
+@sum_to.samples
+def sum_to_samples():
+    for shape in ((), (17,), (5, 17), (1, 17), (3, 1, 1), (3, 5, 1), (1, 5, 1), (3, 5, 17)):
+        yield sum_to(input("x", (3, 5, 17)), shape=shape)
+    yield sum_to(input("x", (1000, 64)), shape=(64,))
+
+
+@op()
+def cumsum(x: Tensor, *, reverse: bool = False) -> Spec:
+    """Running sums along the last axis, from its end if `reverse`: y[i] = x[0] + ... + x[i]. ggml_cumsum."""
+    want(
+        x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
+    )
+    return x.spec
+
+
+cumsum.vjp(lambda dy, y, x, *, reverse: (cumsum(dy, reverse=not reverse),))
+
+
+@cumsum.kernel("numpy")
+def cumsum_numpy(y, x, *, reverse):
+    way = slice(None, None, -1 if reverse else 1)
+    np.cumsum(x[..., way], -1, np.float64, out=y[..., way])
+
+
+@cumsum.kernel("cpu")
+def cumsum_cpu(y, x, *, reverse):
+    kernels.reduce.running(rows(y), rows(x), reverse)
+
+
+@cumsum.kernel("torch", strided=True)
+def cumsum_torch(y, x, *, reverse):
+    way = (-1,) if reverse else ()
+    y.copy_(wide(x).flip(way).cumsum(-1).flip(way))
+
+
+@cumsum.samples
+def cumsum_samples():
+    yield cumsum(input("x", (3, 5, 17)))
+    yield cumsum(input("x", (4, 300)), reverse=True)
+    yield cumsum(input("x", (600, 65)))

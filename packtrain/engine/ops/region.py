@@ -1,0 +1,152 @@
+"""Regions of a tensor, along all axes at once: seen, added to and replaced. ggml_view, ggml_acc and ggml_set.
+
+A region is `shape` elements from `start` on, each `step` from the one before, along every axis.
+"""
+
+import builtins
+from collections.abc import Sequence
+
+from packtrain.dtypes import f32
+from packtrain.engine.ops.arrays import demand, start_with
+from packtrain.engine.ops.torch_kernels import start_with as begin_with
+from packtrain.engine.tensor import Spec, Tensor, View, input, op, want
+
+Axes = tuple[int, ...]
+
+
+def _region(start: Axes, shape: Axes, step: Axes) -> tuple[builtins.slice, ...]:
+    ends = (s + (n - 1) * k + 1 if n else s for s, n, k in zip(start, shape, step, strict=True))
+    return tuple(map(builtins.slice, start, ends, step))
+
+
+def _steps(step: Axes, start: Axes) -> Axes:
+    return step or (1,) * len(start)
+
+
+def _check(name: str, x: Spec, start: Axes, shape: Axes, step: Axes) -> None:
+    axes = len(x.shape)
+    want(
+        len(start) == len(shape) == len(step) == axes,
+        f"start {start}, shape {shape} and step {step} must have one number for each axis of {name} {x}",
+    )
+    want(
+        min(step, default=1) > 0 <= min(start, default=0),
+        f"step {step} must be above 0, start {start} not below",
+    )
+    ends = [part.stop for part in _region(start, shape, step)]
+    inside = all(end <= n or not m for end, n, m in zip(ends, x.shape, shape, strict=True))
+    want(inside, f"the region ends at {ends}, outside {name} {x}")
+
+
+@op(view=True)
+def slice(x: Tensor, *, start: Axes, shape: Axes, step: Axes = ()) -> Spec:
+    """The region of x, without a copy. ggml_view_1d to ggml_view_4d."""
+    step = _steps(step, start)
+    _check("x", x.spec, start, shape, step)
+    want(not x.dtype.quantized, f"x is {x.spec}; quantized rows are cut by narrow")
+    offset = sum(s * b for s, b in zip(start, x.strides, strict=True))
+    return View(
+        tuple(shape), x.dtype, tuple(k * b for k, b in zip(step, x.strides, strict=True)), offset
+    )
+
+
+@slice.vjp
+def slice_vjp(dy, y, x, *, start, shape, step):
+    return (acc(dy, size=x.shape, start=start, step=step),)
+
+
+@slice.samples
+def slice_samples():
+    yield slice(input("x", (5, 8)), start=(1, 2), shape=(3, 3), step=(1, 2))
+    yield slice(input("x", (2, 3, 4)), start=(0, 1, 0), shape=(2, 2, 4))
+
+
+@op(inplace=(1,), acc=1)
+def acc(
+    part: Tensor, into: Tensor | None = None, *, size: Axes, start: Axes, step: Axes = ()
+) -> Spec:
+    """y = `into`, or zeros of `size`, with `part` added to its region. ggml_acc; all f32."""
+    y = Spec(tuple(size))
+    want(part.dtype == f32, f"part is {part.spec}; it must be f32")
+    want(into is None or into.spec == y, f"into is {into and into.spec}; it must be {y}")
+    _check("the result", y, start, part.shape, _steps(step, start))
+    return y
+
+
+@acc.vjp
+def acc_vjp(dy, y, part, into, *, size, start, step):
+    return slice(dy, start=start, shape=part.shape, step=step), None if into is None else dy
+
+
+@acc.kernel("numpy")
+def acc_numpy(y, part, into, *, size, start, step):
+    if into is None:
+        y[...] = 0
+    else:
+        start_with(y, into)
+    y[_region(start, part.shape, _steps(step, start))] += part
+
+
+acc.kernel("cpu", strided=lambda index, t: index == 0)(acc_numpy)
+
+
+@acc.kernel("torch", strided=lambda index, t: index == 0)
+def acc_torch(y, part, into, *, size, start, step):
+    begin_with(y, into)
+    y[_region(start, part.shape, _steps(step, start))] += part
+
+
+@acc.samples
+def acc_samples():
+    yield acc(input("part", (3, 3)), size=(5, 8), start=(1, 2), step=(1, 2))
+    yield acc(input("part", (2, 4)), input("into", (5, 4)), size=(5, 4), start=(2, 0))
+
+
+@op(inplace=(0,))
+def set(
+    x: Tensor, part: Tensor | None = None, *, start: Axes, shape: Axes, step: Axes = ()
+) -> Spec:
+    """y = x with its region replaced by `part`, or by zeros. ggml_set; all f32."""
+    _check("x", x.spec, start, shape, _steps(step, start))
+    fits = part is None or part.spec == Spec(tuple(shape))
+    want(
+        fits and x.dtype == f32,
+        f"x is {x.spec} and part {part and part.spec}; they must be f32, part {[*shape]}",
+    )
+    return x.spec
+
+
+@set.vjp
+def set_vjp(dy, y, x, part, *, start, shape, step):
+    of_part = None if part is None else slice(dy, start=start, shape=shape, step=step)
+    return set(dy, start=start, shape=shape, step=step), of_part
+
+
+@set.kernel("numpy")
+def set_numpy(y, x, part, *, start, shape, step):
+    start_with(y, x)
+    y[_region(start, shape, _steps(step, start))] = 0 if part is None else part
+
+
+set.kernel("cpu", strided=lambda index, t: index == 1)(set_numpy)
+
+
+@set.kernel("torch", strided=lambda index, t: index == 1)
+def set_torch(y, x, part, *, start, shape, step):
+    begin_with(y, x)
+    y[_region(start, shape, _steps(step, start))] = 0.0 if part is None else part
+
+
+@set.samples
+def set_samples():
+    yield set(input("x", (5, 8)), input("part", (3, 3)), start=(1, 2), shape=(3, 3), step=(1, 2))
+    yield set(input("x", (2, 3, 4)), start=(0, 1, 0), shape=(2, 1, 4))
+
+
+def pad(x: Tensor, *, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """x with so many zeros before and after it along each axis. ggml_pad, ggml_pad_ext."""
+    fits = len(before) == len(after) == len(x.shape) and min((*before, *after), default=0) >= 0
+    fact = f"before {(*before,)} and after {(*after,)} must be a number, 0 or more, for each axis of x {x.spec}"
+    demand("pad", fits, fact, x)
+    size = tuple(b + n + a for b, n, a in zip(before, x.shape, after, strict=True))
+    return acc(x, size=size, start=tuple(before))

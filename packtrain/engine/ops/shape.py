@@ -1,0 +1,217 @@
+"""Views (the same bytes with another shape or strides), and dense copies."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from packtrain.engine.ops.arrays import demand, start_with
+from packtrain.engine.ops.torch_kernels import Blocks
+from packtrain.engine.ops.torch_kernels import start_with as begin_with
+from packtrain.engine.tensor import Spec, Tensor, View, input, op, want
+
+
+def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides that show x's elements in the new shape without a copy, or None."""
+    if x.dense:
+        return Spec(shape, x.dtype).strides
+    runs: list[tuple[int, int]] = []  # axes, merged where they are contiguous
+    for n, step in zip(x.shape, x.strides, strict=True):
+        if n == 1:
+            continue
+        joins = runs and runs[-1][1] == n * step
+        runs[-1:] = [(runs[-1][0] * n, step)] if joins else [*runs[-1:], (n, step)]
+    strides = []
+    for n in reversed(shape):
+        if n == 1:
+            strides.append(x.dtype.block_nbytes)
+            continue
+        if not runs or runs[-1][0] % n:
+            return None
+        size, step = runs.pop()
+        strides.append(step)
+        if size != n:
+            runs.append((size // n, step * n))
+    return tuple(reversed(strides))
+
+
+@op(view=True)
+def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
+    """The same elements in another shape, without a copy; raises if that needs one: use cont first. ggml_reshape."""
+    shape = tuple(int(n) for n in shape)
+    want(
+        math.prod(shape) == x.spec.size and min(shape, default=0) >= 0,
+        f"x {x.spec} has {x.spec.size} elements, shape {shape} has a different number",
+    )
+    same_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
+    want(same_rows, f"x {x.spec} is quantized, so its rows must stay {x.shape[-1:]} wide")
+    strides = _strides_for(x, shape)
+    fact = f"x {x.spec} with strides {x.strides} cannot become {shape} without a copy; use cont"
+    want(strides is not None, fact)
+    return View(shape, x.dtype, strides or ())
+
+
+@reshape.vjp
+def reshape_vjp(dy, y, x, *, shape):
+    return (reshape(dy if dy.dense else cont(dy), shape=x.shape),)
+
+
+@op(view=True)
+def permute(x: Tensor, *, axes: tuple[int, ...]) -> Spec:
+    """Axes in another order, as np.transpose. ggml_permute, with NumPy's meaning of axes."""
+    want(
+        sorted(axes) == list(range(len(x.shape))),
+        f"axes {axes} are not a permutation of the {len(x.shape)} axes of x",
+    )
+    want(
+        not x.dtype.quantized or axes[-1] == len(axes) - 1,
+        f"x {x.spec} is quantized, so its rows stay last",
+    )
+    return View(tuple(x.shape[i] for i in axes), x.dtype, tuple(x.strides[i] for i in axes))
+
+
+@permute.vjp
+def permute_vjp(dy, y, x, *, axes):
+    return (permute(dy, axes=tuple(sorted(range(len(axes)), key=lambda i: axes[i]))),)
+
+
+def transpose(x: Tensor) -> Tensor:
+    """x (..., M, N) seen as (..., N, M). ggml_transpose."""
+    n = len(x.shape)
+    return permute(x, axes=(*range(n - 2), n - 1, n - 2))
+
+
+@op(view=True)
+def narrow(x: Tensor, *, axis: int, start: int, length: int) -> Spec:
+    """x[..., start : start + length, ...] along one axis. ggml_view with an offset."""
+    want(0 <= axis < len(x.shape), f"axis {axis} is not an axis of x {x.spec}")
+    want(
+        0 <= start <= start + length <= x.shape[axis],
+        f"{start}:{start + length} is outside axis {axis} of x {x.spec}",
+    )
+    want(
+        not x.dtype.quantized or axis < len(x.shape) - 1,
+        f"x {x.spec} is quantized and can only be split between rows",
+    )
+    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+    return View(shape, x.dtype, x.strides, start * x.strides[axis])
+
+
+@narrow.vjp
+def narrow_vjp(dy, y, x, *, axis, start, length):
+    return (narrow_back(dy, axis=axis, start=start, size=x.shape[axis]),)
+
+
+@reshape.samples
+def reshape_samples():
+    yield reshape(input("x", (4, 6)), shape=(2, 2, 3, 2))
+    yield reshape(permute(input("x", (2, 3, 4)), axes=(1, 0, 2)), shape=(3, 2, 2, 2))
+    yield reshape(narrow(input("x", (5, 6)), axis=0, start=1, length=4), shape=(2, 12))
+    yield reshape(narrow(input("x", (5, 6)), axis=1, start=2, length=3), shape=(5, 3, 1))
+
+
+@permute.samples
+def permute_samples():
+    yield permute(input("x", (2, 3, 4)), axes=(2, 0, 1))
+    yield transpose(input("x", (5, 3)))
+
+
+@narrow.samples
+def narrow_samples():
+    yield narrow(input("x", (5, 4)), axis=0, start=1, length=3)
+    yield narrow(input("x", (5, 4)), axis=1, start=0, length=1)
+
+
+@op()
+def cont(x: Tensor) -> Spec:
+    """A dense copy of x, of any type. ggml_cont, ggml_dup."""
+    return x.spec
+
+
+cont.vjp(lambda dy, y, x: (dy,))
+
+
+@cont.kernel("numpy")
+def cont_numpy(y, x):
+    np.copyto(y, x)
+
+
+@cont.kernel("cpu", strided=True)
+def cont_cpu(y, x):
+    np.copyto(y, x)
+
+
+@cont.kernel("torch", strided=True)
+def cont_torch(y, x):
+    if isinstance(x, Blocks):
+        y, x = y.raw, x.raw
+    y.copy_(x)
+
+
+@cont.samples
+def cont_samples():
+    yield cont(input("x", (3, 5)))
+    yield cont(permute(input("x", (2, 3, 4)), axes=(2, 0, 1)))
+    yield cont(narrow(transpose(input("x", (64, 65))), axis=0, start=3, length=17))
+
+
+@op(inplace=(1,), acc=1)
+def narrow_back(dy: Tensor, acc: Tensor | None = None, *, axis: int, start: int, size: int) -> Spec:
+    """Zeros of the given size along one axis, or acc, and dy added at `start`: the gradient of narrow."""
+    want(dy.dtype.numpy.kind in "fi", f"dy is {dy.spec}; it must be of numbers that can be added")
+    want(0 <= axis < len(dy.shape), f"axis {axis} is not an axis of dy {dy.spec}")
+    end = start + dy.shape[axis]
+    want(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")
+    dx = Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype)
+    want(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
+    return dx
+
+
+@narrow_back.vjp
+def narrow_back_vjp(ddx, dx, dy, acc, *, axis, start, size):
+    of_dy = narrow(ddx, axis=axis, start=start, length=dy.shape[axis])
+    return of_dy, None if acc is None else ddx
+
+
+@narrow_back.kernel("numpy")
+def narrow_back_numpy(dx, dy, acc, *, axis, start, size):
+    if acc is None:
+        dx[...] = 0
+    else:
+        start_with(dx, acc)
+    np.moveaxis(dx, axis, 0)[start : start + dy.shape[axis]] += np.moveaxis(dy, axis, 0)
+
+
+narrow_back.kernel("cpu", strided=lambda index, t: index == 0)(narrow_back_numpy)
+
+
+@narrow_back.kernel("torch", strided=lambda index, t: index == 0)
+def narrow_back_torch(dx, dy, acc, *, axis, start, size):
+    begin_with(dx, acc)
+    dx.narrow(axis, start, dy.shape[axis]).add_(dy)
+
+
+def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:
+    """Tensors one after the other along an axis, counted from the end if below 0. ggml_concat."""
+    listed = ", ".join(str(part.spec) for part in parts)
+    axes = {len(part.shape) for part in parts}
+    fits = len(axes) == 1 and -min(axes) <= axis < min(axes)
+    fact = f"the parts are {listed or 'none'}; axis {axis} must be one of each"
+    demand("concat", fits, fact, *parts)
+    axis %= min(axes)
+    alike = len({(*p.shape[:axis], *p.shape[axis + 1 :], p.dtype) for p in parts}) == 1
+    fact = f"the parts are {listed}; they may differ along axis {axis} only"
+    demand("concat", alike, fact, *parts)
+    size, start, whole = sum(part.shape[axis] for part in parts), 0, None
+    for part in parts:
+        whole = narrow_back(part, whole, axis=axis, start=start, size=size)
+        start += part.shape[axis]
+    assert whole is not None
+    return whole
+
+
+@narrow_back.samples
+def narrow_back_samples():
+    yield narrow_back(input("dy", (3, 4)), axis=0, start=1, size=5)
+    yield narrow_back(input("dy", (3, 4)), axis=1, start=0, size=4)
+    yield narrow_back(input("dy", (3, 4)), input("acc", (3, 6)), axis=1, start=2, size=6)

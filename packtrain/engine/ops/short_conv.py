@@ -1,0 +1,230 @@
+"""Short convolutions along time, one filter for each channel: they mix a token with the few before it."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32, i32
+from packtrain.engine.ops.arrays import ABSENT_IDS, flat, flat_or_absent, rows
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+
+
+def _check(name: str, x: Tensor, seq: Tensor | None) -> None:
+    fits = len(x.shape) == 3 and x.dtype == f32
+    want(fits, f"{name} is {x.spec}; it must be f32[B, T, C]")
+    ids = Spec(x.shape[:2], i32)
+    want(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
+
+
+def _want_filters(x: Tensor, w: Tensor) -> None:
+    fits = len(w.shape) == 2 and w.dtype == f32 and w.shape[0] == x.shape[-1]
+    want(fits, f"w is {w.spec}; for {x.spec} it must be f32[{x.shape[-1]}, K]")
+
+
+def _moved(x, seq, by):
+    """x (B, T, C), at each place what is `by` before it, zero where another sequence or line is."""
+    moved, time = np.zeros_like(x), x.shape[1]
+    since, until = max(by, 0), max(min(time + by, time), 0)
+    if since < until:
+        moved[:, since:until] = x[:, since - by : until - by]
+        if seq is not None:
+            same = seq[:, since:until] == seq[:, since - by : until - by]
+            moved[:, since:until] *= same[..., None]
+    return moved
+
+
+def _samples():
+    random = np.random.default_rng(1)
+    for b, t, c, k in ((1, 1, 1, 1), (2, 7, 5, 3), (1, 3, 20, 4), (2, 150, 70, 4)):
+        seq = constant("seq", np.sort(random.integers(0, 4, (b, t)), axis=1), i32)
+        for ids in (None, seq):
+            yield input("x", (b, t, c)), input("w", (c, k)), ids
+
+
+@op()
+def short_conv(x: Tensor, w: Tensor, seq: Tensor | None = None) -> Spec:
+    """Convolve each channel with its filter along time, up to each token: y[t] = sum of w[k] x[t - (K - 1 - k)].
+
+    Tokens of another sequence, and those before the first, count as zeros. ggml_ssm_conv.
+
+    x, y  (B, T, C)  f32
+    w     (C, K)     f32
+    seq   (B, T)     i32: several sequences can share a line
+    """
+    _check("x", x, seq)
+    _want_filters(x, w)
+    return x.spec
+
+
+@short_conv.vjp
+def short_conv_vjp(dy, y, x, w, seq):
+    return short_conv_back(dy, w, seq), short_conv_back_w(dy, x, seq, taps=w.shape[1]), None
+
+
+@short_conv.kernel("numpy")
+def short_conv_numpy(y, x, w, seq):
+    last = w.shape[1] - 1
+    y[...] = sum(_moved(x, seq, last - k) * w[:, k] for k in range(last + 1))
+
+
+def _run(y, x, w, seq, turned, step):
+    turned[...] = w.T
+    given = rows(y), rows(x), turned, flat_or_absent(seq, ABSENT_IDS)
+    kernels.short_conv.conv(*given, x.shape[1], step)
+
+
+def _turned(x, w, *others):
+    return (Spec((w.shape[1], w.shape[0])),)
+
+
+short_conv.workspace("cpu")(_turned)
+
+
+@short_conv.kernel("cpu")
+def short_conv_cpu(y, x, w, seq, work):
+    _run(y, x, w, seq, work[0], -1)
+
+
+def _run_torch(y, x, w, seq, step):
+    y.zero_()
+    time, taps = x.shape[1], w.shape[1]
+    for k in range(taps):
+        by = taps - 1 - k
+        left = max(time - by, 0)
+        here, there = (slice(time - left, None), slice(None, left))[::step]
+        more = x[:, there] * w[:, k]
+        if seq is not None:
+            more *= (seq[:, here] == seq[:, there])[..., None]
+        y[:, here] += more
+
+
+@short_conv.kernel("torch")
+def short_conv_torch(y, x, w, seq):
+    _run_torch(y, x, w, seq, 1)
+
+
+short_conv.samples(lambda: (short_conv(*given) for given in _samples()))
+
+
+@op()
+def short_conv_back(dy: Tensor, w: Tensor, seq: Tensor | None = None) -> Spec:
+    """Gradient of short_conv for x: dx[t] = sum of w[k] dy[t + (K - 1 - k)]; shapes as there."""
+    _check("dy", dy, seq)
+    _want_filters(dy, w)
+    return dy.spec
+
+
+@short_conv_back.vjp
+def short_conv_back_vjp(ddx, dx, dy, w, seq):
+    return short_conv(ddx, w, seq), short_conv_back_w(dy, ddx, seq, taps=w.shape[1]), None
+
+
+@short_conv_back.kernel("numpy")
+def short_conv_back_numpy(dx, dy, w, seq):
+    last = w.shape[1] - 1
+    dx[...] = sum(_moved(dy, seq, k - last) * w[:, k] for k in range(last + 1))
+
+
+short_conv_back.workspace("cpu")(_turned)
+
+
+@short_conv_back.kernel("cpu")
+def short_conv_back_cpu(dx, dy, w, seq, work):
+    _run(dx, dy, w, seq, work[0], 1)
+
+
+@short_conv_back.kernel("torch")
+def short_conv_back_torch(dx, dy, w, seq):
+    _run_torch(dx, dy, w, seq, -1)
+
+
+short_conv_back.samples(lambda: (short_conv_back(*given) for given in _samples()))
+
+
+@op()
+def short_conv_back_w(dy: Tensor, x: Tensor, seq: Tensor | None = None, *, taps: int) -> Spec:
+    """Gradient of short_conv for w (C, taps): dw[k] = sum of dy[t] x[t - (taps - 1 - k)]; shapes as there."""
+    _check("x", x, seq)
+    want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    want(taps > 0, f"taps is {taps}; it must be at least 1")
+    return Spec((x.shape[2], taps))
+
+
+@short_conv_back_w.vjp
+def short_conv_back_w_vjp(ddw, dw, dy, x, seq, *, taps):
+    return short_conv(x, ddw, seq), short_conv_back(dy, ddw, seq), None
+
+
+short_conv_back_w.workspace("cpu")(lambda dy, x, *others, taps: (Spec((taps, x.shape[2])),) * 2)
+
+
+@short_conv_back_w.kernel("numpy")
+def short_conv_back_w_numpy(dw, dy, x, seq, *, taps):
+    for k in range(taps):
+        dw[:, k] = (dy * _moved(x, seq, taps - 1 - k)).sum((0, 1))
+
+
+@short_conv_back_w.kernel("cpu")
+def short_conv_back_w_cpu(dw, dy, x, seq, *, taps, work):
+    given = rows(dy), rows(x), flat_or_absent(seq, ABSENT_IDS)
+    kernels.short_conv.conv_back_w(*work, *given, x.shape[1])
+    dw[...] = work[0].T
+
+
+@short_conv_back_w.kernel("torch")
+def short_conv_back_w_torch(dw, dy, x, seq, *, taps):
+    time = x.shape[1]
+    for k in range(taps):
+        left = max(time - (taps - 1 - k), 0)
+        more = dy[:, time - left :] * x[:, :left]
+        if seq is not None:
+            more *= (seq[:, time - left :] == seq[:, :left])[..., None]
+        dw[:, k] = more.sum((0, 1))
+
+
+@short_conv_back_w.samples
+def short_conv_back_w_samples():
+    for x, w, seq in _samples():
+        yield short_conv_back_w(input("dy", x.shape), x, seq, taps=w.shape[1])
+
+
+@op()
+def short_conv_cells(x: Tensor, w: Tensor, cells: Tensor) -> Spec:
+    """The same of tokens whose earlier ones lie in cells: y[t] = sum of w[k] x[cells[t, k]].
+
+    x      (S, C)  f32, of all cells
+    w      (C, K)  f32
+    cells  (T, K)  i32; the last is the token's own, a negative one counts as zeros
+    y      (T, C)  f32
+    """
+    want(len(x.shape) == 2 and x.dtype == f32, f"x is {x.spec}; it must be f32[S, C]")
+    _want_filters(x, w)
+    ids = Spec((*cells.shape[:1], w.shape[1]), i32)
+    want(cells.spec == ids, f"cells is {cells.spec}; it must be i32[T, {w.shape[1]}]")
+    return Spec((cells.shape[0], x.shape[1]))
+
+
+@short_conv_cells.kernel("numpy")
+def short_conv_cells_numpy(y, x, w, cells):
+    y[...] = (x[cells] * (cells >= 0)[..., None] * w.T).sum(1)
+
+
+short_conv_cells.workspace("cpu")(_turned)
+
+
+@short_conv_cells.kernel("cpu")
+def short_conv_cells_cpu(y, x, w, cells, work):
+    work[0][...] = w.T
+    kernels.short_conv.conv_cells(y, x, work[0], flat(cells))
+
+
+@short_conv_cells.kernel("torch")
+def short_conv_cells_torch(y, x, w, cells):
+    y.copy_((x[cells.long()] * (cells >= 0)[..., None] * w.T).sum(1))
+
+
+@short_conv_cells.samples
+def short_conv_cells_samples():
+    random = np.random.default_rng(1)
+    for s, c, t, k in ((1, 1, 1, 1), (9, 20, 4, 3), (40, 70, 30, 4)):
+        cells = constant("cells", random.integers(-1, s, (t, k)), i32)
+        yield short_conv_cells(input("x", (s, c)), input("w", (c, k)), cells)

@@ -1,0 +1,64 @@
+"""Choosing tokens by PyTorch: see `choosing`."""
+
+from packtrain.engine.ops.torch_kernels import largest, rows, torch
+
+# Philox4x64-10 (Salmon et al. 2011): factors, and what is added to the keys; as signed words
+M0, M1, W0, W1 = (
+    n - (1 << 64)
+    for n in (0xD2E7470EE14C6C93, 0xCA5A826395121157, 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+)
+LOW, ROUNDS = 0xFFFFFFFF, 10
+
+
+def candidates(out, x, *, k):
+    ids, values = (rows(t) for t in out)
+    x = rows(x)
+    x = torch.where(x.isfinite(), x, torch.inf)
+    chosen = largest(x, k)
+    ids.copy_(chosen)
+    torch.gather(x, -1, chosen, out=values)
+
+
+def draw(y, ids, x, numbers, counts):
+    logits = x.double()
+    logits = logits - logits[:, :1]
+    temperature, top_p, min_p = (numbers[:, i : i + 1] for i in range(3))
+    k, seed, index = (counts[:, i : i + 1] for i in range(3))
+    at = torch.arange(x.shape[1], device=x.device)
+    left = (at < k) | (k == 0)
+    e = torch.where(left, logits.exp(), 0.0)
+    share = (e / e.cumsum(-1)[:, -1:]).cumsum(-1)
+    left &= (at <= (share < top_p).sum(-1, keepdim=True)) | (top_p >= 1)
+    least = torch.where(min_p > 0, min_p, 1.0).log().clamp_(max=0)
+    left &= (logits >= least) | (min_p <= 0)
+    warm = temperature > 0
+    left &= warm | (at == 0)
+    e = torch.where(left, (logits / torch.where(warm, temperature, 1.0)).exp(), 0.0)
+    total = e.cumsum(-1)
+    beyond = ((total <= uniform(seed, index) * total[:, -1:]) & left).sum(-1, keepdim=True)
+    place = torch.minimum(beyond, left.sum(-1, keepdim=True) - 1)
+    first = ids[:, :1].long()
+    found = torch.where(x[:, :1] == torch.inf, -1 - first, ids.long().gather(1, place.clamp(min=0)))
+    y.copy_(found[:, 0])
+
+
+def high_word(a, b):
+    """The upper half of a product of 128 bits; words are signed, and mean unsigned ones."""
+    a0, a1, b0, b1 = a & LOW, (a >> 32) & LOW, b & LOW, (b >> 32) & LOW
+    middle = a1 * b0 + ((a0 * b0 >> 32) & LOW)
+    other = a0 * b1 + (middle & LOW)
+    return a1 * b1 + ((middle >> 32) & LOW) + ((other >> 32) & LOW)
+
+
+def uniform(seed, index):
+    """The first number of NumPy's Generator(Philox(key=seed, counter=index)).random(), of i64 tensors."""
+    a = index + 1
+    b = torch.zeros_like(index)
+    c = torch.zeros_like(index)
+    d = torch.zeros_like(index)
+    k0, k1 = seed.clone(), torch.zeros_like(seed)
+    for _ in range(ROUNDS):
+        h0, l0, h1, l1 = high_word(M0, a), M0 * a, high_word(M1, c), M1 * c
+        a, b, c, d = h1 ^ b ^ k0, l1, h0 ^ d ^ k1, l0
+        k0, k1 = k0 + W0, k1 + W1
+    return ((a >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -1,0 +1,136 @@
+"""Gradient accumulation, and the gradient norm for clipping; shared by all optimizers."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.engine.backends import triton
+from packtrain.engine.ops.arrays import flat
+from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.elementwise import mul, scale
+from packtrain.engine.ops.torch_kernels import CHUNK, spans, torch, wide
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+
+
+@op(acc=1)
+def sum_squares(x: Tensor, acc: Tensor | None = None) -> Spec:
+    """y = sum of x**2 (+ acc): x (...) f32, acc and y () f32. For clipping by global norm."""
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    want(acc is None or acc.spec == Spec(()), f"acc is {acc and acc.spec}; it must be f32[]")
+    return Spec(())
+
+
+@sum_squares.vjp
+def sum_squares_vjp(dy, y, x, acc):
+    from_x = scale(mul(x, dy), by=2.0)
+    return from_x, (None if acc is None else dy)
+
+
+@sum_squares.kernel("numpy")
+def sum_squares_numpy(y, x, acc):
+    y[...] = np.square(x, dtype=np.float64).sum() + (0 if acc is None else acc)
+
+
+@sum_squares.kernel("cpu")
+def sum_squares_cpu(y, x, acc):
+    before = 0.0 if acc is None else float(acc)
+    kernels.reduce.sum_squares(flat(y), flat(x))
+    if acc is not None:
+        y += np.float32(before)
+
+
+@sum_squares.kernel("torch")
+def sum_squares_torch(y, x, acc):
+    x = x.view(-1)
+    total = wide(x.new_zeros(()))
+    for start, end in spans(len(x), CHUNK, x):
+        total += wide(x[start:end]).square().sum()
+    y.copy_(total if acc is None else total.add_(acc))
+
+
+sum_squares.kernel("cuda")(triton.late("update", "sum_squares"))
+sum_squares.cost(elementwise(2.5))  # in f64
+
+
+@sum_squares.samples
+def sum_squares_samples():
+    for n in (1, 15, 64, 70_000):
+        yield sum_squares(input("x", (n,)))
+    yield sum_squares(input("x", (3, 5)), input("acc", ()))
+
+
+@op()
+def clip_gate(squares: Tensor, *, max_norm: float) -> Spec:
+    """The factor of gradient clipping: min(1, max_norm / (norm + 1e-6)), or NaN if the norm is not finite.
+
+    An optimizer step changes nothing if its gate is not finite: so a bad step is skipped entirely.
+    As torch.nn.utils.clip_grad_norm_.
+
+        squares  ()  f32   the sum of squares of all gradients
+        gate     ()  f32
+    """
+    want(squares.spec == Spec(()), f"squares is {squares.spec}; it must be f32[]")
+    return Spec(())
+
+
+@clip_gate.kernel("numpy")
+def clip_gate_numpy(gate, squares, *, max_norm):
+    norm = np.sqrt(squares)
+    gate[...] = np.minimum(1.0, max_norm / (norm + 1e-6)) if np.isfinite(norm) else np.nan
+
+
+clip_gate.kernel("cpu")(clip_gate_numpy)
+
+
+@clip_gate.kernel("torch")
+def clip_gate_torch(gate, squares, *, max_norm):
+    norm = squares.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    gate.copy_(factor.masked_fill_(~norm.isfinite(), np.nan))
+
+
+@clip_gate.samples
+def clip_gate_samples():
+    for squares in (0.01, 4.0, np.inf, np.nan):
+        yield clip_gate(constant("squares", np.array(squares)), max_norm=1.0)
+
+
+@op(writes=(0,))
+def accumulate(total: Tensor, g: Tensor, fresh: Tensor) -> Spec:
+    """Add a gradient to a running sum, or start the sum with it: total = g if fresh else total + g.
+
+    total, g  (...)  f32
+    fresh     ()     f32   not 0 in the first micro-batch of a step; this also resets a NaN of an earlier step
+    """
+    want(
+        total.spec == g.spec and g.dtype == f32,
+        f"total {total.spec} and g {g.spec} must be equal and f32",
+    )
+    want(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
+    return total.spec
+
+
+@accumulate.kernel("numpy")
+def accumulate_numpy(out, total, g, fresh):
+    total[...] = g if fresh else total + g
+
+
+@accumulate.kernel("cpu")
+def accumulate_cpu(out, total, g, fresh):
+    if fresh:
+        np.copyto(total, g)
+    else:
+        kernels.elementwise.binary(
+            kernels.elementwise.BINARY["add"], flat(total), flat(total), flat(g)
+        )
+
+
+@accumulate.kernel("torch")
+def accumulate_torch(out, total, g, fresh):
+    torch.where(fresh != 0, g, total + g, out=total)
+
+
+@accumulate.samples
+def accumulate_samples():
+    for n, fresh in ((1, 0.0), (17, 1.0), (70_000, 0.0)):
+        yield accumulate(state("total", (n,)), input("g", (n,)), constant("fresh", np.array(fresh)))

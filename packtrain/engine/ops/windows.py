@@ -1,0 +1,152 @@
+"""Windows that slide over images (N, C, H, W): how many there are, and windows laid out as rows."""
+
+from itertools import product
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.engine.ops.arrays import flat
+from packtrain.engine.ops.torch_kernels import torch
+from packtrain.engine.tensor import Spec, Tensor, input, op, want
+
+Pair = tuple[int, int]
+
+
+def _out(n: int, k: int, step: int, pad: int, apart: int = 1) -> int:
+    return (n + 2 * pad - apart * (k - 1) - 1) // step + 1
+
+
+def check(
+    x: Tensor | Spec, window: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair = (1, 1)
+) -> Pair:
+    """Height and width of the result."""
+    want(x.dtype == f32 and len(x.shape) == 4, f"x is {x}; it must be f32[N, C, H, W]")
+    for name, pair, least in (
+        ("window", window, 1), ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0),
+    ):  # fmt: skip
+        fits = isinstance(pair, tuple) and len(pair) == 2
+        want(
+            fits and all(isinstance(n, int | np.integer) and n >= least for n in pair),
+            f"{name} is {pair}; it must be two whole numbers of at least {least}, down and across",
+        )
+    h, w = (_out(*one) for one in zip(x.shape[2:], window, stride, padding, dilation, strict=True))
+    want(min(h, w) > 0, f"the window {window} does not fit into {x} with padding {padding}")
+    return h, w
+
+
+def sizes_of(shape, out, window, stride, padding, dilation=(1, 1)):
+    return np.array([*shape[2:], *window, *out, *stride, *padding, *dilation], np.int32)
+
+
+def windows(x, window, stride, padding, dilation=(1, 1), fill=0.0, writeable=False):
+    """All windows of x, (N, C, OH, OW, KH, KW), in a copy if edges are filled."""
+    edges = [(0, 0), (0, 0), *((p, p) for p in padding)]
+    whole = np.pad(x, edges, constant_values=fill) if any(padding) else x
+    spans = tuple(d * (k - 1) + 1 for k, d in zip(window, dilation, strict=True))
+    seen = np.lib.stride_tricks.sliding_window_view(whole, spans, (2, 3), writeable=writeable)
+    return seen[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
+
+
+@op()
+def im2col(
+    x: Tensor,
+    *,
+    window: Pair,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+) -> Spec:
+    """The windows of images as rows: x (N, C, H, W) f32, y (N, OH, OW, C * KH * KW) f32. ggml_im2col."""
+    h, w = check(x.spec, window, stride, padding, dilation)
+    return Spec((x.shape[0], h, w, x.shape[1] * window[0] * window[1]))
+
+
+@im2col.vjp
+def im2col_vjp(dy, y, x, **how):
+    return (im2col_back(dy, shape=x.shape, **how),)
+
+
+@im2col.kernel("numpy")
+def im2col_numpy(y, x, *, window, stride, padding, dilation):
+    seen = windows(x, window, stride, padding, dilation)
+    y[...] = seen.transpose(0, 2, 3, 1, 4, 5).reshape(y.shape)
+
+
+@im2col.kernel("cpu")
+def im2col_cpu(y, x, *, window, stride, padding, dilation):
+    sizes = sizes_of(x.shape, y.shape[1:3], window, stride, padding, dilation)
+    kernels.windows.unfold(flat(y), flat(x), *x.shape[:2], sizes)
+
+
+@im2col.kernel("torch")
+def im2col_torch(y, x, *, window, stride, padding, dilation):
+    if y.numel():
+        seen = torch.nn.functional.unfold(x, window, dilation, padding, stride)
+        y.view(len(x), -1, y.shape[-1]).copy_(seen.mT)
+
+
+@im2col.samples
+def im2col_samples():
+    yield im2col(input("x", (2, 3, 5, 6)), window=(3, 2))
+    yield im2col(
+        input("x", (3, 2, 7, 8)), window=(3, 3), stride=(2, 1), padding=(1, 2), dilation=(1, 2)
+    )
+    yield im2col(input("x", (5, 1, 28, 28)), window=(3, 3), padding=(1, 1))
+
+
+@op()
+def im2col_back(
+    dy: Tensor, *, shape: tuple[int, ...], window: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Spec:
+    """Gradient of im2col: each value of dy added to where it came from in x of this shape. ggml_im2col_back."""
+    dx = Spec(tuple(shape))
+    out = check(dx, window, stride, padding, dilation)
+    y = Spec((shape[0], *out, shape[1] * window[0] * window[1]))
+    want(dy.spec == y, f"dy is {dy.spec}; it must be {y}")
+    return dx
+
+
+im2col_back.vjp(lambda ddx, dx, dy, *, shape, **how: (im2col(ddx, **how),))
+
+
+@im2col_back.kernel("numpy")
+def im2col_back_numpy(dx, dy, *, shape, window, stride, padding, dilation):
+    n, c, h, w = shape
+    rows = dy.reshape(n, *dy.shape[1:3], c, *window).transpose(0, 3, 1, 2, 4, 5)
+    whole = np.zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]), dx.dtype)
+    _add_windows(whole, rows, stride, dilation)
+    dx[...] = whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
+
+
+def _add_windows(whole, rows, stride, dilation):
+    """Add windows (N, C, OH, OW, KH, KW) to where they come from."""
+    for a, b in product(*map(range, rows.shape[4:])):
+        down, across = (
+            slice(k * d, k * d + s * (m - 1) + 1, s)
+            for k, d, s, m in zip((a, b), dilation, stride, rows.shape[2:4], strict=True)
+        )
+        whole[:, :, down, across] += rows[..., a, b]
+
+
+@im2col_back.kernel("cpu")
+def im2col_back_cpu(dx, dy, *, shape, window, stride, padding, dilation):
+    sizes = sizes_of(shape, dy.shape[1:3], window, stride, padding, dilation)
+    kernels.windows.fold(flat(dx), flat(dy), *shape[:2], sizes)
+
+
+@im2col_back.kernel("torch")
+def im2col_back_torch(dx, dy, *, shape, window, stride, padding, dilation):
+    n, c, h, w = shape
+    rows = dy.unflatten(-1, (c, *window)).permute(0, 3, 1, 2, 4, 5)
+    whole = dx.new_zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]))
+    _add_windows(whole, rows, stride, dilation)
+    dx.copy_(whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w])
+
+
+@im2col_back.samples
+def im2col_back_samples():
+    plain = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
+    yield im2col_back(input("dy", (2, 3, 5, 18)), shape=(2, 3, 5, 6), window=(3, 2), **plain)
+    how = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
+    yield im2col_back(input("dy", (3, 4, 8, 18)), shape=(3, 2, 7, 8), window=(3, 3), **how)

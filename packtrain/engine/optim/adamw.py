@@ -1,0 +1,211 @@
+"""AdamW: two moments for each value, and decoupled weight decay."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.common.options import TRAINING
+from packtrain.dtypes import f32
+from packtrain.engine import ops
+from packtrain.engine.backends import triton
+from packtrain.engine.ops.arrays import flat, floats
+from packtrain.engine.ops.costs import Cost
+from packtrain.engine.ops.torch_kernels import real, torch
+from packtrain.engine.optim import weights
+from packtrain.engine.optim.optimizer import Given, Optimizer, moment
+from packtrain.engine.optim.sgd import opt_step_sgd
+from packtrain.engine.optim.weights import decay_axes, parts_of, sampled, stored, stream_of, write
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+
+GPU_ADAMW = triton.late("update", "adamw")
+HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - beta2**t")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW(Optimizer):
+    """AdamW with decoupled decay of tensors with some axes. Loshchilov & Hutter, arXiv 1711.05101."""
+
+    name: ClassVar[str] = "adamw"
+    hyper: ClassVar[tuple[str, ...]] = HYPER
+    kernels: ClassVar[tuple[str, ...]] = ("update",)
+    by_parts: ClassVar[bool] = True
+
+    lr: float = 1e-3
+    beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", least=0, most=0.9999)
+    beta2: float = TRAINING(0.95, "AdamW: decay of the second moment", least=0, most=0.99999)
+    eps: float = TRAINING(
+        1e-8, "AdamW: added to the root of the second moment", least=1e-16, most=1
+    )
+    weight_decay: float = 0.1
+    decay_axes: int = decay_axes()
+    away: bool = field(default=False, kw_only=True)  # moments live in another memory than weights
+
+    def numbers(self, t: int, lr: float) -> tuple[float, ...]:
+        corrections = 1 - self.beta1**t, 1 - self.beta2**t
+        return lr, self.beta1, self.beta2, self.eps, self.weight_decay, *corrections
+
+    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+        return moment("m", w), moment("v", w)
+
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+        m, v = states
+        if self.away:
+            return self._from_away(w, opt_moments_adamw(g, m, v, given.hyper, given.gate), given)
+        read = w, g, m, v, given.hyper, given.gate, given.key(w)
+        return opt_step_adamw(*read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w))
+
+    def _from_away(self, w: Tensor, moved: tuple[Tensor, ...], given: Given) -> tuple[Tensor, ...]:
+        *handles, along = moved
+        lr, decay = (ops.narrow(given.hyper, axis=0, start=at, length=1) for at in (0, 4))
+        numbers = ops.concat([lr, decay], axis=0)
+        read = w, along, numbers, ops.div(given.gate, given.gate), given.key(w)  # 1, or NaN
+        decays = len(w.shape) >= self.decay_axes
+        return *handles, *opt_step_sgd(*read, decay=decays, stream=stream_of(w))
+
+    def bare(self) -> Optimizer:
+        return replace(self, weight_decay=0.0)
+
+    def apart(self) -> Optimizer:
+        return replace(self, away=True)
+
+
+@op(writes=(0, 2, 3))
+def opt_step_adamw(
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    hyper: Tensor,
+    gate: Tensor,
+    key: Tensor | None = None,
+    *,
+    decay: bool,
+    stream: int = 0,
+) -> tuple[Spec, ...]:
+    """One AdamW step in one pass; returns the new handles of w, m and v. ggml_opt_step_adamw.
+
+    g' = gate * g;  m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2
+    w = w (1 - lr * weight_decay) - lr (m / c1) / (sqrt(v / c2) + eps)
+
+        w        (...)  f32, or bf16: stochastic rounding by uniform(seed, step, stream, index)
+        g, m, v  (...)  f32
+        hyper    (7,)   f32   see HYPER: c1 and c2 are inputs, so one plan serves every step
+        gate     ()     f32   see clip_gate; nothing changes if it is not finite
+        key      (2,)   i64   seed and step, only for bf16
+    Loshchilov & Hutter 2019, arXiv 1711.05101.
+    """
+    weights.want_weight(w, key, g, m, v)
+    want(hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}")
+    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    return w.spec, m.spec, v.spec
+
+
+@opt_step_adamw.kernel("numpy")
+def opt_step_adamw_numpy(out, w, g, m, v, hyper, gate, key, *, decay, stream):
+    if not np.isfinite(gate):
+        return
+    lr, beta1, beta2, eps, weight_decay, c1, c2 = hyper
+    g = g * gate
+    m[...] = beta1 * m + (1 - beta1) * g
+    v[...] = beta2 * v + (1 - beta2) * g * g
+    kept = floats(w) * (1 - lr * weight_decay * decay)
+    write(w, kept - lr * (m / c1) / (np.sqrt(v / c2) + eps), key, stream)
+
+
+@opt_step_adamw.kernel("cpu")
+def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, key, *, decay, stream):
+    kind, data, number = stored(w, key, stream)
+    given = flat(g), flat(m), flat(v), hyper, float(decay), flat(gate)
+    kernels.update.adamw(kind, data, *given, number)
+
+
+@opt_step_adamw.kernel("torch")
+def opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, *, decay, stream):
+    lr, beta1, beta2, eps, weight_decay, c1, c2 = hyper.unbind()
+    fine = gate.isfinite()
+    for start, (part, slope, first, second) in parts_of(w, g, m, v):
+        slope = slope * gate
+        torch.where(fine, (first * beta1).add_(slope * (1 - beta1)), first, out=first)
+        squares = slope.square_().mul_(1 - beta2)
+        torch.where(fine, (second * beta2).add_(squares), second, out=second)
+        step = (first / c1).mul_(lr).div_((second / c2).sqrt_().add_(eps))
+        kept = real(part) * (1 - lr * weight_decay * decay)
+        weights.write_torch(part, kept.sub_(step), key, stream, start, fine)
+
+
+@opt_step_adamw.kernel("cuda")
+def opt_step_adamw_cuda(out, w, g, m, v, hyper, gate, key, *, decay, stream):
+    if key is None:
+        GPU_ADAMW(w, g, m, v, hyper, gate, decay)
+    else:
+        opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, decay=decay, stream=stream)
+
+
+@opt_step_adamw.cost
+def opt_step_adamw_cost(out, w, *given, decay, stream):
+    # a root, two divisions, a random number
+    return Cost({"exp": (2 if w.dtype == f32 else 4) * w.spec.size})
+
+
+@opt_step_adamw.samples
+def opt_step_adamw_samples():
+    hyper = constant("hyper", np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975]))
+    for w, key, gate, decay in sampled():
+        g, m, v = input("g", w.shape), state("m", w.shape), state("v", w.shape)
+        yield from opt_step_adamw(w, g, m, v, hyper, gate, key, decay=decay, stream=7)
+
+
+@op(writes=(1, 2))
+def opt_moments_adamw(
+    g: Tensor, m: Tensor, v: Tensor, hyper: Tensor, gate: Tensor
+) -> tuple[Spec, ...]:
+    """The moments of an AdamW step where they live in another memory than the weight: the handles of m and v, and where
+    the weight goes, along = (m / c1) / (sqrt(v / c2) + eps), or 0 if the gate is not finite. See opt_step_adamw.
+
+        g, m, v, along  (...)  f32
+        hyper           (7,)   f32   see HYPER; lr and weight_decay play no part
+        gate            ()     f32
+    """
+    want(
+        g.spec == m.spec == v.spec == Spec(g.shape),
+        f"g is {g.spec}, m {m.spec} and v {v.spec}; all must be f32",
+    )
+    want(hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}")
+    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    return m.spec, v.spec, g.spec
+
+
+@opt_moments_adamw.kernel("numpy")
+def opt_moments_adamw_numpy(out, g, m, v, hyper, gate):
+    _along(opt_step_adamw_numpy, out[2], g, m, v, hyper.copy(), gate)
+
+
+@opt_moments_adamw.kernel("cpu")
+def opt_moments_adamw_cpu(out, g, m, v, hyper, gate):
+    _along(opt_step_adamw_cpu, out[2], g, m, v, hyper.copy(), gate)
+
+
+@opt_moments_adamw.kernel("torch")
+def opt_moments_adamw_torch(out, g, m, v, hyper, gate):
+    _along(opt_step_adamw_torch, out[2], g, m, v, hyper.clone(), gate)
+
+
+def _along(step, along, g, m, v, hyper, gate):
+    """A weight of 0 that is led by a rate of -1 becomes the way itself."""
+    along[...] = 0
+    hyper[0] = -1
+    step(None, along, g, m, v, hyper, gate, None, decay=False, stream=0)
+
+
+opt_moments_adamw.cost(lambda out, g, *given: Cost({"exp": 2 * g.spec.size}))
+
+
+@opt_moments_adamw.samples
+def opt_moments_adamw_samples():
+    hyper = constant("hyper", np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975]))
+    for w, key, gate, _ in sampled():
+        if key is None:
+            g, m, v = input("g", w.shape), state("m", w.shape), state("v", w.shape)
+            yield from opt_moments_adamw(g, m, v, hyper, gate)

@@ -1,0 +1,298 @@
+"""L-BFGS: steps along a direction from the last pairs of step and change of the gradient, as long as a search finds.
+
+The vectors stay on the device, in one graph whose numbers say what to do; the host sees their inner products only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.common.options import TRAINING
+from packtrain.dtypes import f32
+from packtrain.engine.ops.arrays import flat
+from packtrain.engine.ops.costs import Cost
+from packtrain.engine.ops.torch_kernels import CHUNK, on_host, spans, torch, wide
+from packtrain.engine.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, direction
+from packtrain.engine.optim.optimizer import Given, Optimizer, Turn, Values
+from packtrain.engine.tensor import (
+    GraphError,
+    Spec,
+    Tensor,
+    constant,
+    input,
+    op,
+    state,
+    want,
+    weight,
+)
+
+MEASURE, SLOPE, AIM, MOVE, KEEP, FORGET = range(6)
+HEAD = 3  # numbers before the coefficients: what to do, the place of the step's pair, the length
+
+
+@dataclass(frozen=True, slots=True)
+class LBFGS(Optimizer):
+    """L-BFGS with a line search. Liu & Nocedal 1989; Nocedal & Wright 2006, chapter 7.
+
+    A step evaluates at its start and at each length that it tries; where the next step has the same batch, its start
+    is evaluated already. The place of a step's pair holds the start and its gradient until the step is done.
+    """
+
+    name: ClassVar[str] = "lbfgs"
+    note: ClassVar[str] = "takes long steps on large batches, each with several evaluations"
+    kernels: ClassVar[tuple[str, ...]] = ("elementwise", "update")
+    evaluations: ClassVar[int] = 2
+    first_length: ClassVar[float | None] = 1.0
+
+    lr: float = 1.0
+    history: int = TRAINING(6, "L-BFGS: pairs to remember, two vectors each", least=1, most=100)
+    line_search: str = TRAINING(STRONG, "L-BFGS: condition on a step's length", choices=CONDITIONS)
+    armijo: float = TRAINING(1e-4, "L-BFGS: least decrease over the slope's", least=0, most=0.1)
+    wolfe: float = TRAINING(0.9, "L-BFGS: most slope left, as a share", least=0.1, most=0.999)
+    trials: int = TRAINING(20, "L-BFGS: lengths that a line search tries", least=1, most=1000)
+
+    def leaf(self) -> Tensor:
+        return input(self.name, (HEAD + 2 * self.history + 1,))
+
+    def states(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pairs = (self.history, w.spec.size)
+        s, y = (state(f"{kind}/{w.name}", pairs) for kind in "sy")
+        return s, y, state(f"p/{w.name}", pairs[1:], role="sum")
+
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+        raise GraphError(
+            "L-BFGS evaluates several times in a step: its update is a graph of its own"
+        )
+
+    def measured(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], given: Given
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        rooms, dots = [(w, g, *self.states(w)) for w, g in pairs], None
+        for _, g, s, y, p in rooms:
+            dots = lbfgs_dots(g, s, y, p, given.hyper, dots)
+        assert dots is not None
+        steps = (opt_step_lbfgs(*room, given.hyper) for room in rooms)
+        return {"dots": dots}, [handle for step in steps for handle in step]
+
+    def bare(self) -> Optimizer:
+        return replace(self, line_search=NONE)
+
+    def drive(self, turn: Turn, t: int, lr: float) -> Values:
+        first, place = turn.last or turn.evaluate(), (t - 1) % self.history
+
+        def do(what: int, length: float = 0.0, along: np.ndarray | None = None) -> Values:
+            numbers = np.zeros(HEAD + 2 * self.history + 1, np.float32)
+            numbers[:HEAD] = what, place, length
+            numbers[HEAD:] = 0.0 if along is None else along
+            return turn.update({self.name: numbers})
+
+        def at(length: float) -> Point:
+            do(MOVE, length)
+            loss, got = float(turn.evaluate()["loss"]), do(SLOPE)
+            finite = np.isfinite(got["squares"])
+            return Point(length, loss, float(got["dots"][0, 0]) if finite else np.nan)
+
+        got = do(MEASURE)
+        dots, found = got["dots"].astype(np.float64), {**first, "squares": got["squares"]}
+        if not (np.isfinite(first["loss"]) and np.isfinite(dots).all() and dots[0, 0]):
+            do(FORGET)
+            return found
+        along = direction(dots, [(place - i) % self.history for i in range(1, self.history + 1)])
+        slope = float(along @ dots[:, 0])
+        if not slope < 0:
+            along, slope = -np.eye(len(along))[0], -dots[0, 0]
+        steepest = not along[1:].any()
+        length = lr * min(1.0, dots[0, 0] ** -0.5) if steepest else lr
+        do(AIM, along=along)
+        search = Search(self.line_search, self.armijo, self.wolfe, self.trials)
+        start = Point(0.0, float(first["loss"]), slope)
+        point, why = search.along(start, float(np.float32(length)), at)
+        if why is not None:
+            turn.say(f"the line search found no step: {why}; the weights are at the best one")
+            at(point.length)  # so that the next step may begin with this evaluation
+        do(KEEP if point.length else FORGET)
+        return found
+
+
+@op(writes=(0, 2, 3, 4))
+def opt_step_lbfgs(
+    w: Tensor, g: Tensor, s: Tensor, y: Tensor, p: Tensor, numbers: Tensor
+) -> tuple[Spec, ...]:
+    """One of the parts of a step, numbers[0]; returns the new handles of w, s, y and p.
+
+    AIM     p = c0 g + sum c s + sum c y;  s[i] = w;  y[i] = g;   i = numbers[1] mod M, c = numbers[3:]
+    MOVE    w = s[i] + numbers[2] p
+    KEEP    s[i] = w - s[i];  y[i] = g - y[i]
+    FORGET  s = y = 0
+
+        w, g     (...)   f32
+        s, y     (M, N)  f32   N values in each of the others
+        p        (N,)    f32
+        numbers  (4 + 2 M,)
+    """
+    m, n = s.shape if len(s.shape) == 2 else (0, 0)
+    want(
+        w.spec == g.spec and w.dtype == f32 and w.spec.size == n,
+        f"w is {w.spec} and g is {g.spec}; both must be f32, with the {n} values of a row of s",
+    )
+    want(
+        s.spec == y.spec == Spec((m, n)) and p.spec == Spec((n,)),
+        f"s {s.spec}, y {y.spec}, p {p.spec}",
+    )
+    want(numbers.spec == Spec((HEAD + 1 + 2 * m,)), f"numbers is {numbers.spec}; m is {m}")
+    return w.spec, s.spec, y.spec, p.spec
+
+
+@opt_step_lbfgs.kernel("numpy")
+def opt_step_lbfgs_numpy(out, w, g, s, y, p, numbers):
+    what, i, length = int(numbers[0]), int(numbers[1]) % len(s), numbers[2]
+    c, m = numbers[HEAD:], len(s)
+    if what == AIM:
+        p[...] = c[0] * g.reshape(-1) + c[1 : m + 1] @ s + c[m + 1 :] @ y
+        s[i], y[i] = w.reshape(-1), g.reshape(-1)
+    elif what == MOVE:
+        w[...] = (s[i] + length * p if length else s[i]).reshape(w.shape)
+    elif what == KEEP:
+        s[i], y[i] = w.reshape(-1) - s[i], g.reshape(-1) - y[i]
+    elif what == FORGET:
+        s[...], y[...] = 0, 0
+
+
+@opt_step_lbfgs.kernel("cpu")
+def opt_step_lbfgs_cpu(out, w, g, s, y, p, numbers):
+    what, i, length = int(numbers[0]), int(numbers[1]) % len(s), float(numbers[2])
+    pairs = (s[i], flat(w)), (y[i], flat(g))
+    if what == AIM:
+        kernels.update.combine(p, flat(g), s, y, numbers[HEAD:])
+        for before, now in pairs:
+            np.copyto(before, now)
+    elif what == MOVE:
+        np.copyto(flat(w), s[i])
+        if length:
+            kernels.update.momentum(flat(w), p, 1.0, length)
+    elif what == KEEP:
+        for before, now in pairs:
+            kernels.elementwise.binary(kernels.elementwise.BINARY["sub"], before, now, before)
+    elif what == FORGET:
+        s.fill(0)
+        y.fill(0)
+
+
+def opt_step_lbfgs_torch(out, w, g, s, y, p, numbers):
+    what, i, length = (numbers if on_host(numbers) else torch.tensor([AIM, 0, 0]))[:HEAD].tolist()
+    i, c, m, w, g = int(i) % len(s), numbers[HEAD:], len(s), w.view(-1), g.view(-1)
+    if what == AIM:
+        torch.mul(g, c[0], out=p)
+        p.addmv_(s.mT, c[1 : m + 1]).addmv_(y.mT, c[m + 1 :])
+        s[i], y[i] = w, g
+    elif what == MOVE:
+        torch.add(s[i], p, alpha=length, out=w) if length else w.copy_(s[i])
+    elif what == KEEP:
+        torch.sub(w, s[i], out=s[i])
+        torch.sub(g, y[i], out=y[i])
+    elif what == FORGET:
+        s.zero_()
+        y.zero_()
+
+
+opt_step_lbfgs.kernel("torch")(opt_step_lbfgs_torch)
+
+
+@op(acc=5)
+def lbfgs_dots(
+    g: Tensor, s: Tensor, y: Tensor, p: Tensor, numbers: Tensor, acc: Tensor | None = None
+) -> Spec:
+    """Inner products (+ acc): of g, s_0 …, y_0 … with g, y_0 … if numbers[0] is MEASURE; of g and p, alone, if SLOPE.
+
+    g     (...)   f32, N values      s, y  (M, N)  f32      p  (N,)  f32
+    dots  (2 M + 1, M + 1)  f32, each of them added up in f64
+    """
+    m, n = s.shape if len(s.shape) == 2 else (0, 0)
+    want(
+        s.spec == y.spec == Spec((m, n)) and p.spec == Spec((n,)) and g.spec == Spec(g.shape),
+        f"s {s.spec}, y {y.spec}, p {p.spec} and g {g.spec} must be f32",
+    )
+    want(g.spec.size == n, f"g is {g.spec}; it must have the {n} values of a row of s")
+    want(numbers.dtype == f32, f"numbers is {numbers.spec}; it must be f32")
+    dots = Spec((2 * m + 1, m + 1))
+    want(acc is None or acc.spec == dots, f"acc is {acc and acc.spec}; it must be {dots}")
+    return dots
+
+
+@lbfgs_dots.kernel("numpy")
+def lbfgs_dots_numpy(dots, g, s, y, p, numbers, acc):
+    dots[...] = 0 if acc is None else acc
+    g = g.reshape(1, -1)
+    if numbers[0] == MEASURE:
+        wide = [x.astype(np.float64) for x in (g, s, y)]
+        dots += np.concatenate(wide) @ np.concatenate([wide[0], wide[2]]).T
+    elif numbers[0] == SLOPE:
+        dots[0, 0] += np.dot(g[0].astype(np.float64), p)
+
+
+@lbfgs_dots.kernel("cpu")
+def lbfgs_dots_cpu(dots, g, s, y, p, numbers, acc):
+    if acc is None:
+        dots.fill(0)
+    elif acc is not dots:
+        np.copyto(dots, acc)
+    if numbers[0] == MEASURE:
+        kernels.update.products(flat(dots), flat(g), s, y)
+    elif numbers[0] == SLOPE:
+        kernels.update.product(flat(dots), flat(g), p)
+
+
+@lbfgs_dots.kernel("torch")
+def lbfgs_dots_torch(dots, g, s, y, p, numbers, acc):
+    what = int(numbers[0]) if on_host(numbers) else MEASURE
+    total, g = wide(torch.zeros_like(dots)), g.view(-1)
+    for start, end in spans(len(g), CHUNK // (2 * len(s) + 1), g):
+        part = [wide(x[..., start:end]) for x in (g[None], s, y, p)]
+        if what == MEASURE:
+            total += torch.cat(part[:3]) @ torch.cat(part[:3:2]).mT
+        elif what == SLOPE:
+            total[0, 0] += part[0][0] @ part[3]
+    dots.copy_(total if acc is None else total.add_(acc))
+
+
+lbfgs_dots.cost(lambda out, g, s, *given: Cost({"exp": 0.25 * out.spec.size * g.spec.size}))
+
+
+def _numbers(what, m, i=0, length=0.0):
+    return constant("numbers", np.array([what, i, length, *(0.5 - 0.3 * np.arange(2 * m + 1))]))
+
+
+@opt_step_lbfgs.samples
+def opt_step_lbfgs_samples():
+    for what, m, shape in (
+        (MEASURE, 1, (3,)), (AIM, 1, (17,)), (AIM, 3, (4, 9)), (AIM, 2, (70_000,)), (MOVE, 2, (33,)),
+        (MOVE, 3, (300, 70)), (KEEP, 2, (5, 7)), (FORGET, 2, (19,)),
+    ):  # fmt: skip
+        n = int(np.prod(shape))
+        s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
+        numbers = _numbers(what, m, m - 1, 0.5)
+        yield from opt_step_lbfgs(weight("w", shape), input("g", shape), s, y, p, numbers)
+
+
+@lbfgs_dots.samples
+def lbfgs_dots_samples():
+    for what, m, shape in (
+        (MEASURE, 1, (3,)),
+        (MEASURE, 3, (7, 11)),
+        (MEASURE, 2, (70_000,)),
+        (SLOPE, 2, (133,)),
+    ):
+        n = int(np.prod(shape))
+        s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
+        yield lbfgs_dots(input("g", shape), s, y, p, _numbers(what, m))
+    yield lbfgs_dots(
+        input("g", (5,)),
+        state("s", (1, 5)),
+        state("y", (1, 5)),
+        state("p", (5,)),
+        _numbers(SLOPE, 1),
+        input("acc", (3, 2)),
+    )

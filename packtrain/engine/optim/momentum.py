@@ -1,0 +1,57 @@
+"""A running sum of gradients, for the optimizers that step along one."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.engine.ops.arrays import flat
+from packtrain.engine.ops.shape import narrow, reshape
+from packtrain.engine.ops.torch_kernels import torch
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+
+
+@op(writes=(0,))
+def opt_momentum(b: Tensor, g: Tensor, momentum: Tensor, gate: Tensor) -> tuple[Spec, ...]:
+    """b = momentum * b + gate * g; nothing changes if gate is not finite. Returns the new handle of b.
+
+    b, g            (...)  f32
+    momentum, gate  ()     f32
+    """
+    want(
+        b.spec == g.spec == Spec(g.shape),
+        f"b is {b.spec} and g is {g.spec}; they must be equal f32",
+    )
+    want(momentum.spec == gate.spec == Spec(()), f"momentum is {momentum.spec}; it must be f32[]")
+    return (b.spec,)
+
+
+@opt_momentum.kernel("numpy")
+def opt_momentum_numpy(out, b, g, momentum, gate):
+    if np.isfinite(gate):
+        b[...] = momentum * b + gate * g
+
+
+@opt_momentum.kernel("cpu")
+def opt_momentum_cpu(out, b, g, momentum, gate):
+    if np.isfinite(gate):
+        kernels.update.momentum(flat(b), flat(g), float(momentum), float(gate))
+
+
+@opt_momentum.kernel("torch")
+def opt_momentum_torch(out, b, g, momentum, gate):
+    torch.where(gate.isfinite(), (b * momentum).add_(g * gate), b, out=b)
+
+
+@opt_momentum.samples
+def opt_momentum_samples():
+    for n, gate in ((1, 1.0), (17, 0.5), (64, np.nan), (70_000, 1.0)):
+        given = (
+            input("g", (n,)),
+            constant("momentum", np.array(0.9)),
+            constant("gate", np.array(gate)),
+        )
+        yield from opt_momentum(state("b", (n,)), *given)
+
+
+def number_of(hyper: Tensor, at: int) -> Tensor:
+    """One number of a step: hyper (N,), y ()."""
+    return reshape(narrow(hyper, axis=0, start=at, length=1), shape=())

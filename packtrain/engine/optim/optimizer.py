@@ -1,0 +1,134 @@
+"""The base class of optimizers: settings, state leaves, the calls of an update, and how a step is run.
+
+It knows no model, no data and no memory. Each optimizer has its own file next to this one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from packtrain.common.options import clean
+from packtrain.dtypes import f32
+from packtrain.engine.tensor import Tensor, input, state
+
+Values = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Inputs of every weight's update: the step's numbers, the clipping gate, and the key of stochastic rounding.
+
+    Nothing changes if the gate is not finite.
+    """
+
+    hyper: Tensor
+    gate: Tensor
+    rounding: Tensor
+
+    def key(self, w: Tensor) -> Tensor | None:
+        """The rounding key for a bf16 weight, else None."""
+        return None if w.dtype == f32 else self.rounding
+
+
+class Turn(Protocol):
+    """A step of a run: its batch, and the graphs on its session. Graphs return `loss` or `squares`, or both.
+
+    last  the last evaluation of the step before, if that was of the same batch: an optimizer that uses it leaves the
+          weights where it last evaluated
+    """
+
+    last: Values | None
+
+    def whole(self, hyper: Values) -> Values:
+        """Evaluate once and update with these numbers."""
+
+    def evaluate(self) -> Values:
+        """Sum gradients at the current weights; for optimizers with several evaluations per step."""
+
+    def update(self, hyper: Values) -> Values:
+        """Run the update graph with these numbers and the gradients of the last evaluation, which are kept; it
+        also returns what the optimizer has `measured`."""
+
+    def say(self, note: str) -> None:
+        """Report what the user should know about this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """Settings of an update rule, and the rule as calls. Each field declared as an option becomes a flag.
+
+    name         value of --optimizer, and name of the input with the numbers of a step
+    note         when to use it, if it is not the default: `name note` is a sentence
+    hyper        names of these numbers
+    kernels      kernel modules that its op calls
+    evaluations  of loss and gradient per step, approximately; with more than one, gradients are summed in leaves
+                 and the update is a separate graph, which `drive` runs
+    first_length the rate without --lr of an optimizer that finds the lengths of its steps itself: gradients are not
+                 clipped, and the rate has no schedule
+    by_parts     whether the update of a part of a weight is that part of the update
+    """
+
+    name: ClassVar[str]
+    note: ClassVar[str] = ""
+    hyper: ClassVar[tuple[str, ...]] = ("lr",)
+    kernels: ClassVar[tuple[str, ...]] = ()
+    evaluations: ClassVar[int] = 1
+    first_length: ClassVar[float | None] = None
+    by_parts: ClassVar[bool] = False
+    lr: float
+
+    def check(self) -> None:
+        """Raise InputError unless the settings are within the bounds of their flags."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {name: v.item() if isinstance(v, np.generic) else v for name, v in found.items()}
+        clean(type(self), plain, "optimizer")
+
+    def numbers(self, t: int, lr: float) -> tuple[float, ...]:
+        """The values of `hyper` at step t, counted from 1."""
+        return (lr,)
+
+    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+        """The optimizer state of a weight, see `moment`."""
+        return ()
+
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+        """The new handles of everything that a step changes for w."""
+        raise NotImplementedError
+
+    def updates(self, pairs: Iterable[tuple[Tensor, Tensor]], given: Given) -> Iterator[Tensor]:
+        """The same for pairs of weight and gradient, each as soon as it is complete."""
+        for w, g in pairs:
+            yield from self.update(w, g, *self.states(w), given=given)
+
+    def measured(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], given: Given
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """More outputs of a separate update graph, for `drive`, and its updates."""
+        return {}, list(self.updates(pairs, given))
+
+    def drive(self, turn: Turn, t: int, lr: float) -> Values:
+        """Run step t; returns `loss` and `squares` of its first evaluation."""
+        return turn.whole(self.inputs(t, lr))
+
+    def bare(self) -> "Optimizer":
+        """The same, but without any change to weights whose gradient is zero."""
+        return self
+
+    def apart(self) -> "Optimizer":
+        """The same for moments that live in another memory than their weights."""
+        return self
+
+    def leaf(self) -> Tensor:
+        """The input that `inputs` feeds."""
+        return input(self.name, (len(self.hyper),))
+
+    def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
+        """The input of step t, with another learning rate if one is given."""
+        return {self.name: np.array(self.numbers(t, self.lr if lr is None else lr), np.float32)}
+
+
+def moment(kind: str, w: Tensor) -> Tensor:
+    """An f32 state leaf `<kind>/<name>` in the shape of a weight, saved in checkpoints."""
+    return state(f"{kind}/{w.name}", w.shape, role="moment")

@@ -1,0 +1,108 @@
+"""Exchanges with other processes as calls, in written order: all ranks run the same graph, so they meet at each.
+
+A process alone is the only one of its run: see `ranks.here`. Kernels of PyTorch ask the host, so that none is recorded.
+"""
+
+import numpy as np
+
+from packtrain.distributed import here, part_of
+from packtrain.dtypes import f32
+from packtrain.engine.ops.arrays import assigned, flat
+from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.torch_kernels import on_host
+from packtrain.engine.optim.parts import Share
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+
+
+@op(writes=(0,))
+def reduce_scatter(total: Tensor, g: Tensor, fresh: Tensor, *, share: Share) -> Spec:
+    """Begin to add up a gradient over ranks, of which this one has its part: total = part if fresh else total + part.
+
+    The numbers travel while other calls run; only after `arrive` is total what it will be, and g free.
+
+        total  (...)  f32   as many numbers as `part_of` gives this rank of those of g
+        g      (...)  f32
+        fresh  ()     f32   not 0 in the first micro-batch of a step
+        share  the number of this rank, and how many there are
+    """
+    own = len(range(g.spec.size)[part_of(g.spec.size, *share)])
+    fits = total.spec.size == own and total.dtype == g.dtype == f32
+    want(fits, f"total is {total.spec}; for {g.spec} and the share {share} it must be f32[{own}]")
+    want(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
+    return total.spec
+
+
+@reduce_scatter.kernel("numpy")
+def reduce_scatter_numpy(out, total, g, fresh, *, share):
+    own = g.reshape(-1)[part_of(g.size, *share)].reshape(total.shape)
+    total[...] = own if fresh else total + own
+
+
+@reduce_scatter.kernel("cpu")
+def reduce_scatter_cpu(out, total, g, fresh, *, share):
+    here().reduce_scatter(flat(g), flat(total), bool(fresh), share)
+
+
+@reduce_scatter.kernel("torch")
+def reduce_scatter_torch(out, total, g, fresh, *, share):
+    if on_host(fresh):
+        here().reduce_scatter(g.view(-1), total.view(-1), bool(fresh), share)
+
+
+reduce_scatter.cost(elementwise())
+
+
+@reduce_scatter.samples
+def reduce_scatter_samples():
+    for n, fresh, share, own in ((1, 0.0, (0, 1), 1), (70, 1.0, (0, 2), 48), (70, 0.0, (1, 2), 22)):
+        given = input("g", (n,)), constant("fresh", np.array(fresh))
+        yield reduce_scatter(state("total", (own,)), *given, share=share)
+
+
+@op(writes=(0,))
+def arrive(total: Tensor, g: Tensor) -> Spec:
+    """Wait until all that ranks began to add up is there; g (...) f32 must live until then, total stays as it is."""
+    return total.spec
+
+
+@arrive.kernel("numpy")
+def arrive_numpy(out, total, g):
+    pass
+
+
+@arrive.kernel("cpu")
+def arrive_cpu(out, total, g):
+    here().arrived()
+
+
+@arrive.kernel("torch")
+def arrive_torch(out, total, g):
+    if on_host(total):
+        here().arrived()
+
+
+@arrive.samples
+def arrive_samples():
+    yield arrive(state("total", (5,)), input("g", (8,)))
+
+
+@op()
+def all_reduce(x: Tensor) -> Spec:
+    """The sum of a number over ranks, added in their order, f32 (): the same bits on each."""
+    want(x.spec == Spec(()), f"x is {x.spec}; it must be f32[]")
+    return x.spec
+
+
+all_reduce.kernel("numpy")(assigned(lambda x: x))
+all_reduce.kernel("cpu")(assigned(lambda x: here().total(float(x))))
+
+
+@all_reduce.kernel("torch")
+def all_reduce_torch(y, x):
+    if on_host(x):
+        y.fill_(here().total(float(x)))
+
+
+@all_reduce.samples
+def all_reduce_samples():
+    yield all_reduce(input("x", ()))

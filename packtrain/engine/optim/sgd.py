@@ -1,0 +1,118 @@
+"""Stochastic gradient descent, with momentum on request."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.common.options import TRAINING
+from packtrain.engine import ops
+from packtrain.engine.ops.arrays import flat, floats
+from packtrain.engine.ops.torch_kernels import real
+from packtrain.engine.optim import weights
+from packtrain.engine.optim.momentum import number_of, opt_momentum
+from packtrain.engine.optim.optimizer import Given, Optimizer, moment
+from packtrain.engine.optim.weights import decay_axes, stored, write
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+
+
+@dataclass(frozen=True, slots=True)
+class SGD(Optimizer):
+    """Gradient descent with decoupled decay of tensors with some axes; without momentum it has no state.
+
+    With a momentum of u it steps along b = u b + g, or with Nesterov's along g + u b, as torch.optim.SGD.
+    """
+
+    name: ClassVar[str] = "sgd"
+    note: ClassVar[str] = "keeps no moments and needs less memory"
+    hyper: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
+    kernels: ClassVar[tuple[str, ...]] = ("elementwise", "update")
+    by_parts: ClassVar[bool] = True
+
+    lr: float = 1e-1
+    weight_decay: float = 0.0
+    decay_axes: int = decay_axes()
+    momentum: float = TRAINING(0.0, "SGD: momentum", least=0, most=0.9999)
+    nesterov: bool = TRAINING(False, "SGD: Nesterov momentum")
+
+    def numbers(self, t: int, lr: float) -> tuple[float, ...]:
+        return lr, self.weight_decay, self.momentum
+
+    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+        return (moment("b", w),) if self.momentum else ()
+
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+        gate, handles = given.gate, tuple[Tensor, ...]()
+        for b in states:
+            share = number_of(given.hyper, 2)
+            handles = opt_momentum(b, g, share, gate)
+            (along,) = handles
+            g = ops.add(ops.mul(g, gate), ops.mul(along, share)) if self.nesterov else along
+            gate = ops.div(gate, gate)  # 1, or NaN
+        numbers = ops.narrow(given.hyper, axis=0, start=0, length=2)
+        read = w, g, numbers, gate, given.key(w)
+        return *handles, *opt_step_sgd(
+            *read, decay=len(w.shape) >= self.decay_axes, stream=weights.stream_of(w)
+        )
+
+    def bare(self) -> Optimizer:
+        return replace(self, weight_decay=0.0)
+
+
+@op(writes=(0,))
+def opt_step_sgd(
+    w: Tensor,
+    g: Tensor,
+    hyper: Tensor,
+    gate: Tensor,
+    key: Tensor | None = None,
+    *,
+    decay: bool,
+    stream: int = 0,
+) -> tuple[Spec, ...]:
+    """One step of gradient descent; returns the new handle of w. ggml_opt_step_sgd.
+
+    w = w (1 - lr * weight_decay) - lr * gate * g
+
+        w      (...)  f32, or bf16: stochastic rounding by uniform(seed, step, stream, index)
+        g      (...)  f32
+        hyper  (2,)   f32   lr, weight_decay
+        gate   ()     f32   see clip_gate; nothing changes if it is not finite
+        key    (2,)   i64   seed and step, only for bf16
+    """
+    weights.want_weight(w, key, g)
+    want(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")
+    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    return (w.spec,)
+
+
+@opt_step_sgd.kernel("numpy")
+def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
+    if np.isfinite(gate):
+        lr, weight_decay = hyper
+        kept = floats(w) * (1 - lr * weight_decay * decay)
+        write(w, kept - lr * (g * gate), key, stream)
+
+
+@opt_step_sgd.kernel("cpu")
+def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
+    kind, data, number = stored(w, key, stream)
+    kernels.update.sgd(kind, data, flat(g), hyper, float(decay), flat(gate), number)
+
+
+@opt_step_sgd.kernel("torch")
+def opt_step_sgd_torch(out, w, g, hyper, gate, key, *, decay, stream):
+    lr, weight_decay = hyper.unbind()
+    fine = gate.isfinite()
+    for start, (part, slope) in weights.parts_of(w, g):
+        kept = real(part) * (1 - lr * weight_decay * decay)
+        weights.write_torch(part, kept - (slope * gate).mul_(lr), key, stream, start, fine)
+
+
+@opt_step_sgd.samples
+def opt_step_sgd_samples():
+    hyper = constant("hyper", np.array([1e-2, 0.1]))
+    for w, key, gate, decay in weights.sampled():
+        g = input("g", w.shape)
+        yield from opt_step_sgd(w, g, hyper, gate, key, decay=decay, stream=7)

@@ -1,0 +1,84 @@
+"""What optimizer steps share: weights of several types, stochastic rounding, and samples."""
+
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.options import TRAINING
+from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
+from packtrain.engine.ops.arrays import flat, noise
+from packtrain.engine.ops.torch_kernels import CHUNK, key_of, spans, torch, uniform
+from packtrain.engine.tensor import Spec, Tensor, constant, want, weight
+from packtrain.kernels.counter import key as mixed
+from packtrain.kernels.counter import uniform_numpy
+
+
+def want_weight(w: Tensor, key: Tensor | None, *others: Tensor) -> None:
+    """A weight is f32, or bf16 with a key for its rounding; its gradient and moments are f32."""
+    given = ", ".join(str(t.spec) for t in others)
+    want(
+        w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in others),
+        f"w is {w.spec} with {given}; these must be f32{[*w.shape]}, and w f32 or bf16",
+    )
+    fits = key is None if w.dtype == f32 else key is not None and key.spec == Spec((2,), i64)
+    want(fits, f"w is {w.spec}, key {key and key.spec}; a key, i64[2], is only for bf16")
+
+
+def write(w, values, key, stream):
+    """Write values to a weight; to bf16 with stochastic rounding, so that the mean over many draws is the value.
+
+    16 random bits are added to the 16 that are dropped, and the carry is kept.
+    """
+    if key is None:
+        w[...] = values
+        return
+    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    uniform = uniform_numpy(int(key[0]), int(key[1]), stream, w.size).reshape(w.shape)
+    words = words + (uniform * 65536).astype(np.uint32)
+    w[...] = (words >> 16).astype(np.uint16).view(w.dtype)
+
+
+def parts_of(w, *others):
+    """(start, arrays) of flat parts of tensors, so that an update needs room for a part only."""
+    whole = [t.view(-1) for t in (w, *others)]
+    for start, end in spans(len(whole[0]), CHUNK, w):
+        yield start, [t[start:end] for t in whole]
+
+
+def write_torch(w, values, key, stream, start, fine):
+    """`write` for a part of a weight that begins at `start`, if `fine`."""
+    if key is not None:
+        bits = uniform(key_of(key, stream), start, start + len(w)).mul_(65536).int()
+        bits = (bits.add_(values.float().view(torch.int32)) >> 16).to(torch.int16)
+        values = bits.view(torch.bfloat16)
+    torch.where(fine, values, w, out=w)
+
+
+def stored(w, key, stream):
+    """A weight as kernels take it: ggml's number of its type, its bytes, and its rounding key."""
+    kind = dtype_of(w).number
+    number = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
+    return kind, flat(w).view(np.uint8), number
+
+
+def sampled():
+    """For samples: a weight of each type and some lengths, its key, a gate, and whether it decays."""
+    for n, gate, decay in (
+        (1, 1.0, True),
+        (17, 0.5, False),
+        (64, np.nan, True),
+        (70_000, 1.0, True),
+    ):
+        gate = constant("gate", np.array(gate))
+        yield weight("w", (n,)), None, gate, decay
+        yield weight("w", (n,), bf16), constant("key", np.array([3, n]), i64), gate, decay
+
+
+def stream_of(w: Tensor) -> int:
+    """The stream of random numbers for rounding a weight; 0 if it is not rounded."""
+    return 0 if w.dtype == f32 else noise(w.label)
+
+
+def decay_axes() -> Any:
+    """The setting `decay_axes` of optimizers with weight decay: of tensors with at least so many axes."""
+    return TRAINING(2, "weight decay of tensors with at least N axes only", least=0, most=4)

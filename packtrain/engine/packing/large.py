@@ -1,0 +1,50 @@
+"""The heuristics of `pack` for many buffers: compiled, with the same offsets. Knows no tensors."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from packtrain import kernels
+from packtrain.engine.packing.exact import FOUND, can_load, stopped_by
+from packtrain.engine.packing.search_clock import Clock
+
+Ints = npt.NDArray[np.int64]
+
+MANY = 8_000  # buffers with which loading kernels pays
+
+
+def worth(count: int, clock: Clock) -> bool:
+    """Whether so many buffers are packed sooner by kernels, loading included."""
+    return count > MANY and can_load(clock)
+
+
+def guesses(
+    orders: Iterable[tuple[Callable[..., Ints | None], tuple[Ints, ...]]], lives: Ints, clock: Clock
+) -> Iterator[Ints]:
+    """The offsets of each packer for its order, in turn, until time runs out; several are made side by side."""
+    given = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
+    with ThreadPoolExecutor(kernels.threads()) as pool:
+        made = [pool.submit(compiled, name, lives, by, stop, clock) for name, by, stop in given]
+        try:
+            for future in made:
+                offsets = future.result()
+                if offsets is None:
+                    return
+                yield offsets
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for *_, limits in given:
+                limits[1] = 1
+
+
+def compiled(name: str, lives: Ints, order: Ints, limits: Ints, clock: Clock) -> Ints | None:
+    """What the function of that name in `pack` returns for lives (n, 3): start, end, size."""
+    by = np.argsort(lives[:, 0], kind="stable")  # neighbours are alive together
+    place = np.empty_like(by)
+    place[by] = np.arange(len(by))
+    scratch, made = np.empty((len(lives), 4), np.int64), np.zeros(len(lives), np.int64)
+    run = partial(getattr(kernels.packing, name), lives[by], place[order], made, scratch, limits)
+    return made[place] if stopped_by(clock, run, limits) == FOUND else None

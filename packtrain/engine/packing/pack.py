@@ -1,0 +1,259 @@
+"""Offsets for buffers of given (start, end, size) in one address range. Knows no tensors.
+
+`pack` returns offsets; `packings` yields better and better ones, each with its certificate, until the caller
+stops. Intervals are half-open, sizes multiples of the alignment, offsets count
+from zero and are multiples of the sizes' greatest common divisor. `clash` checks any offsets.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from packtrain.engine.packing import exact, large
+from packtrain.engine.packing.search_clock import Clock
+
+Ints = npt.NDArray[np.int64]
+Packer = Callable[[Ints, Ints, Ints, Ints, Clock], Ints | None]
+UNLIMITED = Clock(None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """Offsets and their certificate: `bound` bytes are alive at step `witness`, so no packing needs less.
+
+    proved  nbytes is optimal: it equals the bound, or the search has excluded everything below
+    """
+
+    offsets: Ints
+    nbytes: int
+    bound: int
+    witness: int
+    proved: bool
+
+    @property
+    def gap(self) -> float:
+        """Bytes above the bound, as a fraction of it."""
+        return self.nbytes / self.bound - 1 if self.bound else 0.0
+
+
+def pack(start: Ints, end: Ints, size: Ints) -> Ints:
+    """Offsets (n,) at which n buffers, alive during steps [start, end), need as few bytes as the search finds.
+
+        pack([0, 1, 2], [2, 3, 4], [64, 128, 64])  ->  [128, 0, 128]
+
+    Heuristics come first and mostly reach the lower bound; otherwise an exact search follows, limited by work
+    and not by time: equal buffers get equal offsets on every machine.
+    """
+    *_, best = packings(start, end, size)
+    return best.offsets
+
+
+def packings(
+    start: npt.ArrayLike,
+    end: npt.ArrayLike,
+    size: npt.ArrayLike,
+    *,
+    enough: int = 0,
+    seconds: float | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[Packing]:
+    """Yields packings, each smaller than the one before, or equal and now proved. The last is the best.
+
+    enough   stop at a packing of at most this many bytes
+    seconds  time limit, instead of the limit on work; `now` is the time. Looked at for each buffer that is placed
+    """
+    clock = Clock(seconds, now)
+    start, end, size = _checked(start, end, size)
+    bound, witness = lower_bound(start, end, size)
+    best: Packing | None = None
+    for offsets in _guesses(start, end, size, clock):
+        nbytes = height(size, offsets)
+        if best is None or nbytes < best.nbytes:
+            best = Packing(offsets, nbytes, bound, witness, nbytes <= bound)
+            yield best
+        if nbytes <= max(bound, enough):
+            return
+    assert best is not None
+    for offsets, proved in exact.lower(start, end, size, best.offsets, bound, enough, clock):
+        yield Packing(offsets, height(size, offsets), bound, witness, proved)
+
+
+def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
+    """The most bytes alive at once, and the first step at which they are: no packing can need less."""
+    if not len(size):
+        return 0, 0
+    times, nbytes = alive(start, end, size)
+    at = int(nbytes.argmax())
+    return int(nbytes[at]), int(times[at])
+
+
+def alive(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
+    """The steps at which something starts or ends, and the bytes alive from each to the next."""
+    times, event = np.unique(np.concatenate((start, end)), return_inverse=True)
+    change = np.zeros(len(times), np.int64)
+    np.add.at(change, event[: len(size)], size)
+    np.subtract.at(change, event[len(size) :], size)
+    return times, np.cumsum(change)
+
+
+def height(size: Ints, offsets: Ints) -> int:
+    """The end of the highest buffer, in bytes."""
+    return int((offsets + size).max()) if len(size) else 0
+
+
+def clash(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
+    """Two buffers that share a byte at one time, if there are any. Shares no code with the packers."""
+    low, top = offsets.tolist(), (offsets + size).tolist()
+    begins = [(t, 1, i) for i, t in enumerate(start.tolist())]
+    ends = [(t, 0, i) for i, t in enumerate(end.tolist())]
+    lows: list[int] = []  # of the buffers alive, none of which clash: sorted, and so are their tops
+    owners: list[int] = []
+    for _, beginning, i in sorted(begins + ends):
+        at = bisect_left(lows, low[i])
+        if not beginning:
+            del lows[at], owners[at]
+            continue
+        for j in owners[max(at - 1, 0) : at + 1]:
+            if low[i] < top[j] and low[j] < top[i]:
+                return j, i
+        lows.insert(at, low[i])
+        owners.insert(at, i)
+    return None
+
+
+# ---- heuristics ----------------------------------------------------------------------------------------------
+
+
+def _guesses(start: Ints, end: Ints, size: Ints, clock: Clock) -> Iterator[Ints]:
+    """First fit from the peak outwards suits a single peak, the skylines several; the others sometimes help.
+
+    With a limited clock, shelves come first: if nothing else is finished in time, they are the result.
+    """
+    if clock.limited:
+        yield shelves(start, end, size)
+    orders = _orders(start, end, size)
+    if large.worth(len(size), clock):
+        yield from large.guesses(orders, np.stack((start, end, size), 1), clock)
+        return
+    for packer, keys in orders:
+        offsets = packer(start, end, size, np.lexsort(keys), clock)
+        if offsets is None:
+            return
+        yield offsets
+
+
+def _orders(start: Ints, end: Ints, size: Ints) -> Iterator[tuple[Packer, tuple[Ints, ...]]]:
+    """What places the buffers, and the keys of their order, the last key first."""
+    _, peak = lower_bound(start, end, size)
+    distance = np.maximum(np.maximum(start - peak, peak + 1 - end), 0)
+    life = end - start
+    yield first_fit, (start, -size, distance)
+    around = crowd(start, end, size)
+    yield skyline, (-size, -life, -around)
+    yield skyline, (-around, -size, -life)
+    yield skyline, (-life, -size, -around)
+    octave = -np.log2(np.maximum(life, 1)).astype(np.int64)
+    yield first_fit, (start, -size)
+    yield first_fit, (-size, octave)
+    yield first_fit, (-size, -life, distance)
+    yield first_fit, (-life, -size)
+
+
+def crowd(start: Ints, end: Ints, size: Ints) -> Ints:
+    """The most bytes alive during the life of each buffer."""
+    times, row = alive(start, end, size)
+    first, last = np.searchsorted(times, start), np.searchsorted(times, end)
+    octave = np.frexp(last - first)[1] - 1
+    most = np.zeros(len(size), np.int64)
+    for k in range(int(octave.max(initial=-1)) + 1):  # row: the most of 2**k steps from each on
+        at, width = np.flatnonzero(octave == k), 1 << k
+        most[at] = np.maximum(row[first[at]], row[last[at] - width])
+        row = np.maximum(row[:-width], row[width:])
+    return most
+
+
+def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
+    """Buffers of sizes up to the same power of two on shelves, as few as their lives allow, one above the other."""
+    octaves = np.frexp(size - 0.5)[1]
+    shelf, free = np.zeros(len(size), np.int64), dict[int, list[int]]()
+    begins = [(t, 1, i) for i, t in enumerate(start.tolist())]
+    ends = [(t, 0, i) for i, t in enumerate(end.tolist())]
+    made: list[int] = []  # the octave of each shelf
+    for _, beginning, i in sorted(begins + ends):
+        octave = int(octaves[i])
+        unused = free.setdefault(octave, [])
+        if not beginning:
+            unused.append(int(shelf[i]))
+        elif unused:
+            shelf[i] = unused.pop()
+        else:
+            shelf[i] = len(made)
+            made.append(octave)
+    heights = np.zeros(len(made), np.int64)
+    np.maximum.at(heights, shelf, size)
+    return (np.cumsum(heights) - heights)[shelf]
+
+
+def first_fit(
+    start: Ints, end: Ints, size: Ints, order: Ints, clock: Clock = UNLIMITED
+) -> Ints | None:
+    """Put each buffer, in order, into the lowest gap between buffers that overlap it in time; None if time runs out."""
+    offsets = np.zeros(len(size), np.int64)
+    spans = np.zeros((2, len(size)), np.int64)  # of the placed buffers, by offset: interval,
+    extents = np.zeros((2, len(size)), np.int64)  # bottom and top
+    for n, i in enumerate(order):
+        if clock.over:
+            return None
+        (first, last), (bottom, top) = spans[:, :n], extents[:, :n]
+        near = np.flatnonzero((first < end[i]) & (last > start[i]))
+        floors = np.zeros(len(near) + 1, np.int64)
+        np.maximum.accumulate(top[near], out=floors[1:])
+        fits = bottom[near] - floors[:-1] >= size[i]
+        at = int(floors[int(fits.argmax()) if fits.any() else len(near)])
+        offsets[i] = at
+        slot = int(np.searchsorted(bottom, at))
+        for rows, new in ((spans, (start[i], end[i])), (extents, (at, at + size[i]))):
+            rows[:, slot + 1 : n + 1] = rows[:, slot:n].copy()
+            rows[:, slot] = new
+    return offsets
+
+
+def skyline(
+    start: Ints, end: Ints, size: Ints, order: Ints, clock: Clock = UNLIMITED
+) -> Ints | None:
+    """Repeatedly place the buffer that can go lowest; the first in the order on ties. None if time runs out."""
+    n = len(size)
+    rank = np.empty(n, np.int64)
+    rank[order] = np.arange(n)
+    offsets, key = np.zeros(n, np.int64), rank.copy()  # key: how low it can lie, then rank
+    for _ in range(n):
+        if clock.over:
+            return None
+        i = int(key.argmin())
+        offsets[i] = key[i] // n
+        key[i] = np.iinfo(np.int64).max
+        top = (offsets[i] + size[i]) * n
+        raised = np.flatnonzero((start < end[i]) & (start[i] < end) & (key < top))
+        key[raised] = top + rank[raised]
+    return offsets
+
+
+def _checked(
+    start: npt.ArrayLike, end: npt.ArrayLike, size: npt.ArrayLike
+) -> tuple[Ints, Ints, Ints]:
+    columns = [np.asarray(column, np.int64) for column in (start, end, size)]
+    if {c.shape for c in columns} != {(len(columns[0]),)}:
+        raise ValueError("start, end and size must be lists of one length")
+    for bad, rule in ((columns[1] <= columns[0], "end > start"), (columns[2] < 1, "size > 0")):
+        if bad.any():
+            at = int(bad.argmax())
+            values = "start {}, end {}, size {}".format(*(int(c[at]) for c in columns))
+            raise ValueError(f"buffer {at} has {values}; {rule} is needed")
+    total = sum(columns[2].tolist())
+    if total * len(columns[2]) >= 1 << 62:
+        raise ValueError(f"the sizes add up to {total}, which is too much for 64 bits")
+    return columns[0], columns[1], columns[2]

@@ -1,0 +1,400 @@
+"""Spec, Op, Tensor: what is computed. Read this first.
+
+Calling an Op on Tensors runs its shape rule and returns new Tensors that reference the Call. Nothing here knows
+memory, backends or values.
+"""
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+
+import numpy as np
+
+from packtrain.dtypes import Dtype, f32
+from packtrain.engine.call_site import Phase, caller, writing
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+Shape = tuple[int, ...]
+Indices = tuple[int, ...]
+Kind = Literal["weight", "state", "input", "constant"]
+Role = Literal["weight", "table", "moment", "sum", "cache"]  # of a weight or state
+
+
+class GraphError(ValueError):
+    """An invalid graph; the message has op, fact, requirement, call site and inputs."""
+
+
+class Unmet(Exception):
+    """A violated requirement of a shape rule; the Op adds its name and the call site."""
+
+
+def want(holds: bool, fact: str) -> None:
+    """State a requirement inside a shape rule."""
+    if not holds:
+        raise Unmet(fact)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Logical shape in NumPy order and element type."""
+
+    shape: Shape
+    dtype: Dtype = f32
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.shape, self.dtype)
+
+    @property
+    def strides(self) -> Shape:
+        """Bytes between neighbours along each axis when the tensor is dense."""
+        return _strides(self.shape, self.dtype)
+
+    def __str__(self) -> str:
+        return _text(self.shape, self.dtype)
+
+
+# cached: thousands of tensors share a few dozen shapes
+
+
+@cache
+def _nbytes(shape: Shape, dtype: Dtype) -> int:
+    return math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)
+
+
+@cache
+def _strides(shape: Shape, dtype: Dtype) -> Shape:
+    if not shape:
+        return ()
+    strides, step = [dtype.block_nbytes], dtype.row_nbytes(shape[-1])
+    for n in shape[-2::-1]:
+        strides.append(step)
+        step *= n
+    return tuple(strides[::-1])
+
+
+@cache
+def _text(shape: Shape, dtype: Dtype) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class View(Spec):
+    """The result of a view's shape rule: where in the input's storage the elements are, in bytes."""
+
+    layout: Shape = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Call:
+    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`; `reads` omits None."""
+
+    op: "Op[..., Any]"
+    inputs: tuple["Tensor | None", ...]
+    reads: tuple["Tensor", ...]
+    attrs: dict[str, Any]
+    serial: int
+    origin: tuple[str, int]
+    phase: Phase
+    results: tuple["Tensor", ...] = ()
+
+    @property
+    def several(self) -> bool:
+        """Whether kernels and vjps get a tuple of results, as the caller did."""
+        return len(self.results) > 1 or bool(self.op.writes)
+
+    @property
+    def where(self) -> str:
+        return f"{self.origin[0].rpartition('/')[2]}:{self.origin[1]}"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Tensor:
+    """A symbolic value: immutable, compared by identity, named at most once (see `named`).
+
+    A leaf has a `kind`, and if it outlives a run a `role`; any other tensor is result `index` of its `call`. A view,
+    and the new handle that a writing op returns, share the bytes of `base`.
+    """
+
+    spec: Spec
+    strides: Shape
+    offset: int = 0
+    call: Call | None = None
+    index: int = 0
+    kind: Kind | None = None
+    role: Role | None = None
+    value: np.ndarray | None = None
+    shared: "Tensor | None" = None
+    name: str | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.spec.dtype
+
+    @property
+    def base(self) -> "Tensor":
+        return self.shared or self
+
+    @property
+    def dense(self) -> bool:
+        if self.shared is None or self.spec.size <= 1:
+            return True
+        dense = zip(self.shape, self.strides, self.spec.strides, strict=True)
+        return all(n == 1 or a == b for n, a, b in dense)
+
+    @property
+    def handle(self) -> "Tensor":
+        """The leaf, result or updated leaf that this tensor is a view of (itself if it is no view)."""
+        t = self
+        while t.call is not None and t.call.op.view:
+            t = t.call.reads[0]
+        return t
+
+    @property
+    def stem(self) -> str:
+        """The name, or the op's name, from which a Graph derives a unique name."""
+        return self.name or (self.call.op.name if self.call else "leaf")
+
+    @property
+    def label(self) -> str:
+        return self.name or (f"a result of {self.call.op.name}" if self.call else "a leaf")
+
+    def line(self, names: Mapping["Tensor", str]) -> str:
+        """`name: spec = op(inputs, attrs)`, or `name: spec` for a leaf."""
+        head = f"{names.get(self) or self.label}: {self.spec}"
+        if self.call is None:
+            return head
+        given = list(self.call.inputs)
+        while given and given[-1] is None:
+            given.pop()
+        parts = ["None" if x is None else names.get(x) or x.label for x in given]
+        parts += [f"{key}={value!r}" for key, value in self.call.attrs.items()]
+        return f"{head} = {self.call.op.name}({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        return self.line({}) + (f"  # {self.call.where}" if self.call else "")
+
+    def __repr__(self) -> str:
+        return f"<{self.label}: {self.spec}>"
+
+
+def named(name: str, tensor: Tensor) -> Tensor:
+    """Name a new tensor; a tensor is named only once."""
+    if tensor.name is not None:
+        raise GraphError(f"{tensor.name} already has a name and cannot become {name}")
+    object.__setattr__(tensor, "name", name)
+    return tensor
+
+
+# ---- leaves --------------------------------------------------------------------------------------------------
+
+
+def weight(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "weight") -> Tensor:
+    """A leaf that is trained or frozen, and saved; a `table` is never trained."""
+    return _leaf(name, shape, dtype, "weight", role)
+
+
+def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role | None = "moment") -> Tensor:
+    """A leaf that a run may update for the next run, initially zero; a `sum` of gradients and a `cache` are zero
+    again in each process."""
+    return _leaf(name, shape, dtype, "state", role)
+
+
+def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
+    """A leaf whose value is passed to every run."""
+    return _leaf(name, shape, dtype, "input")
+
+
+def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
+    """A leaf whose value is part of the graph; of a block type it is an array of blocks."""
+    exact = np.array(value, dtype.numpy)
+    if exact.dtype.kind in "iu" and not np.array_equal(exact, value):
+        raise GraphError(f"{name}: its values are not all {dtype}")
+    value = exact
+    value.flags.writeable = False
+    return _leaf(name, dtype.tensor_shape(value.shape), dtype, "constant", value=value)
+
+
+def _leaf(
+    name: str, shape: Shape, dtype: Dtype, kind: Kind, role: Role | None = None, value: Any = None
+) -> Tensor:
+    shape = tuple(int(n) for n in shape)
+    if any(n < 0 for n in shape) or (shape[-1] if shape else 1) % dtype.block:
+        raise GraphError(
+            f"{name}: shape {shape} is not possible; {dtype} rows are blocks of {dtype.block}"
+        )
+    spec = Spec(shape, dtype)
+    return Tensor(spec, spec.strides, kind=kind, role=role, value=value, name=name)
+
+
+# ---- ops -----------------------------------------------------------------------------------------------------
+
+_serial = itertools.count()
+OPS: dict[str, "Op[..., Any]"] = {}
+
+
+Takes = Callable[[int, Tensor], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One backend's `(out, *inputs, **attrs)`, which may return `ops.arrays.again`, and which inputs may be strided."""
+
+    run: Callable[..., Callable[[], None] | None]
+    strided: bool | Takes
+
+    def takes(self, index: int, t: Tensor) -> bool:
+        """Whether input `index` can be t as it is; else `place` inserts a dense copy."""
+        return t.dense or (
+            self.strided if isinstance(self.strided, bool) else self.strided(index, t)
+        )
+
+
+class Op(Generic[P, R]):
+    """A named operation and every rule about it. Calling it on Tensors returns its result Tensors.
+
+    inplace   result -> inputs whose bytes it may overwrite after their last use (a tuple is for result 0)
+    view      the result shares input 0's bytes, as the rule's View says
+    writes    inputs (leaves) that are updated; result i is the new handle of the i-th of them
+    acc       an optional input that is added to result 0
+    optional  results a kernel can skip: it gets None for one that is not read
+    repeatable  its writes can be repeated, so a run that is stopped after it does no harm
+    """
+
+    def __init__(self, rule: Callable[..., Any], declared: "Declare") -> None:
+        self.rule, self.name, self.__doc__ = rule, rule.__name__, rule.__doc__
+        self.view, self.writes, self.acc = declared.view, declared.writes, declared.acc
+        self.optional, self.repeatable = declared.optional, declared.repeatable
+        inplace = declared.inplace
+        self.inplace: dict[int, Indices] = inplace if isinstance(inplace, dict) else {0: inplace}
+        parameters = inspect.signature(rule).parameters.values()
+        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self.arity = len(parameters) - len(keyword)
+        self.required = sum(p.default is p.empty and p not in keyword for p in parameters)
+        self.defaults = {p.name: p.default for p in keyword if p.default is not p.empty}
+        self.vjp_rule: Callable[..., Any] | None = None
+        self.kernels: dict[str, Kernel] = {}
+        self.workspaces: dict[str, Callable[..., Any]] = {}
+        self.cost_rule: Callable[..., Any] | None = None
+        self.sample_rule: Callable[[], Iterator[Tensor]] | None = None
+        if OPS.setdefault(self.name, self) is not self:
+            raise GraphError(f"two ops are called {self.name}")
+
+    def vjp(self, rule: Rule) -> Rule:
+        """Declare `(dy, y, *inputs, **attrs) -> a gradient or None per input`; tuples for several results."""
+        self.vjp_rule = rule
+        return rule
+
+    def kernel(self, backend: str, *, strided: bool | Takes = False) -> Callable[[Rule], Rule]:
+        """Declare a backend's kernel. The `numpy` one is the specification and always takes strides."""
+
+        def declare(run: Rule) -> Rule:
+            self.kernels[backend] = Kernel(run, backend == "numpy" or strided)
+            return run
+
+        return declare
+
+    def workspace(self, backend: str) -> Callable[[Rule], Rule]:
+        """Declare `(*inputs, **attrs) -> tuple of Spec`: what the kernel gets as `work` while it runs."""
+
+        def declare(rule: Rule) -> Rule:
+            self.workspaces[backend] = rule
+            return rule
+
+        return declare
+
+    def cost(self, rule: Rule) -> Rule:
+        """Declare `(out, *inputs, **attrs) -> Cost`: the work of a call; without it, a call only moves its bytes."""
+        self.cost_rule = rule
+        return rule
+
+    def samples(self, rule: Rule) -> Rule:
+        """Declare a generator of small result tensors from which tests and benchmarks draw."""
+        self.sample_rule = rule
+        return rule
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        inputs: tuple[Any, ...] = args + (None,) * (self.arity - len(args))
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
+        attrs: dict[str, Any] = {**self.defaults, **given}
+        author = writing.get()
+        origin = author.origin if author else caller()
+        try:
+            for i, t in enumerate(inputs):
+                if not (isinstance(t, Tensor) or (t is None and i >= self.required)):
+                    raise Unmet(f"input {i} is {t!r}; only tensors are inputs")
+            ruled = self.rule(*inputs, **attrs)
+        except Unmet as unmet:
+            raise GraphError(refusal(self.name, str(unmet), inputs, origin)) from None
+        specs = ruled if isinstance(ruled, tuple) else (ruled,)
+        reads, phase = (
+            tuple(t for t in inputs if t is not None),
+            author.phase if author else "forward",
+        )
+        call = Call(self, inputs, reads, attrs, next(_serial), origin, phase)
+        results = tuple(self._result(call, i, spec) for i, spec in enumerate(specs))
+        object.__setattr__(call, "results", results)
+        return results if isinstance(ruled, tuple) else results[0]  # type: ignore[return-value]
+
+    def _result(self, call: Call, index: int, spec: Spec) -> Tensor:
+        if isinstance(spec, View):
+            x = call.reads[0]
+            plain = Spec(spec.shape, spec.dtype)
+            return Tensor(plain, spec.layout, x.offset + spec.offset, call, shared=x.base)
+        if index < len(self.writes):
+            leaf = call.inputs[self.writes[index]]
+            assert leaf is not None
+            shared = sum(t.base is leaf.base for t in call.reads) > 1
+            if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf or shared:
+                fact = f"{leaf.label} is written, so it must be a whole weight or state leaf, and read once"
+                raise GraphError(refusal(self.name, fact, call.inputs, call.origin))
+            return Tensor(spec, spec.strides, call=call, index=index, shared=leaf.base)
+        return Tensor(spec, spec.strides, call=call, index=index)
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declare:
+    """The arguments of `@op(...)`; called on a shape rule, returns an Op with the same signature."""
+
+    inplace: Indices | dict[int, Indices] = ()
+    view: bool = False
+    writes: Indices = ()
+    acc: int | None = None
+    optional: Indices = ()
+    repeatable: bool = False
+
+    @overload
+    def __call__(self, rule: Callable[P, Spec]) -> Op[P, Tensor]: ...
+    @overload
+    def __call__(self, rule: Callable[P, tuple[Spec, ...]]) -> Op[P, tuple[Tensor, ...]]: ...
+    def __call__(self, rule: Callable[P, Any]) -> Op[P, Any]:
+        return Op(rule, self)
+
+
+op = Declare
+
+
+def refusal(name: str, fact: str, inputs: Iterable[Any], at: tuple[str, int] | None = None) -> str:
+    """What the error says: op, fact, call site and inputs."""
+    file, line = at or caller()
+    tensors = dict.fromkeys(t for t in inputs if isinstance(t, Tensor))
+    lines = [f"{name}: {fact}", f"  at {file.rpartition('/')[2]}:{line}"]
+    return "\n".join(lines + [f"    {t}" for t in tensors])

@@ -1,0 +1,149 @@
+"""What is copied from one memory to another, so that calls can read it: once for each memory.
+
+Placing asks for inputs where a call runs, and gets tensors that are there; each copy becomes a step of its own.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from packtrain.engine.backends import HOST, Backend, cpu
+from packtrain.engine.graph import Graph, unique
+from packtrain.engine.ops.shape import cont
+from packtrain.engine.tensor import Call, GraphError, Kernel, Op, Tensor
+
+# call before which it runs (or after the last forward one), backend, kernel, value, its copy, where that is from
+Write = Callable[[Call, Backend, Kernel, Tensor, Tensor, Backend | None], None]
+
+
+class Copies:
+    """Copies of a graph's values, with a name and a home for each, which are added to those given.
+
+    write  called for each new copy
+    order  of the graph's calls
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        order: Sequence[Call],
+        home: dict[Tensor, Backend],
+        names: dict[Tensor, str],
+        write: Write,
+    ) -> None:
+        self.home, self.names, self.write = home, names, write
+        self.taken = dict.fromkeys(graph.names.values(), 1)
+        self.made: dict[tuple[Tensor, str], Tensor] = {}
+        self.leaving, self.left = _leaving(graph.away, order), dict[Tensor, Tensor]()
+
+    def part(self, t: Tensor, space: str) -> Tensor | None:
+        """What would have to be copied so that t can be read in a space; None if that was done."""
+        part = self._part(t, space)
+        return None if (part, space) in self.made else part
+
+    def put_away(self, call: Call) -> None:
+        """Copy to the process's memory what waits there from this call on."""
+        for t in self.leaving.get(call, ()):
+            if self.home[t].space != HOST:
+                self.left[t] = self._cross(call, t, cpu)
+
+    def bring(self, call: Call, t: Tensor, backend: Backend, taken: bool) -> Tensor:
+        """t, or a copy of it that `backend` can read: in its space, and dense if its kernel wants that."""
+        if t.base in self.left and backend.space == self.home[t.base].space:
+            t = self._returned(call, t)
+        if self.home[t.base].space != backend.space:
+            t = self._moved(call, t, backend)
+        if taken or t.dense:
+            return t
+        dense = known(backend, call, cont, (t,))
+        return self._copy(call, t, backend, dense, f"{self.names[t]} dense")
+
+    def _part(self, t: Tensor, space: str) -> Tensor:
+        """What is copied so that t can be read in a space: a dense part alone, else all that it is a view of."""
+        whole = t.handle
+        alone = t.dense and t.spec.nbytes < whole.spec.nbytes
+        return t if alone and (whole, space) not in self.made else whole
+
+    def _moved(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
+        """t in the space of another backend: a copy, or the same view of a copy."""
+        key = t, backend.space
+        if key not in self.made:
+            part = self._part(t, backend.space)
+            copy = self._cross(call, part, backend)
+            self.made[key] = self._viewed(t, part, copy, f"on {backend.space}")
+        return self.made[key]
+
+    def _returned(self, call: Call, t: Tensor) -> Tensor:
+        """What had been put away, or the same view of it, copied back."""
+        key, home = (t, "back"), self.home[t.base]
+        if key not in self.made:
+            whole = self.left[t.base]
+            copy = self._cross(call, whole, home, f"{self.names[t.base]} back")
+            self.made[key] = self._viewed(t, t.base, copy, "back")
+        return self.made[key]
+
+    def _viewed(self, t: Tensor, part: Tensor, copy: Tensor, where: str) -> Tensor:
+        """Of a copy of a part, the view that t is of that part."""
+        if t is part:
+            return copy
+        assert t.call is not None
+        viewed = replace(t.call, inputs=(copy,), reads=(copy,))
+        view = replace(t, call=viewed, shared=copy, value=None)
+        self.names[view] = unique(f"{self.names[t]} {where}", self.taken)
+        return view
+
+    def _cross(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
+        """A copy from another memory."""
+        source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
+        kernel = Kernel(lambda y, x: move(backend, y, source, x), strided=False)
+        return self._copy(call, t, backend, kernel, name, source)
+
+    def _copy(
+        self,
+        call: Call,
+        t: Tensor,
+        backend: Backend,
+        kernel: Kernel,
+        name: str,
+        source: Backend | None = None,
+    ) -> Tensor:
+        if (t, backend.space) not in self.made:
+            copy = self.made[t, backend.space] = cont(t)
+            self.home[copy], self.names[copy] = backend, unique(name, self.taken)
+            self.write(call, backend, kernel, t, copy, source)
+        return self.made[t, backend.space]
+
+
+def known(
+    backend: Backend, call: Call, op: Op[..., Any], inputs: tuple[Tensor | None, ...]
+) -> Kernel:
+    kernel = backend.kernel(op, inputs)
+    if kernel is None:
+        raise GraphError(f"{op.name} has no kernel at all on {backend.name}\n  at {call.where}")
+    return kernel
+
+
+def _leaving(away: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
+    """For each call of an order what is put away after it: it is the last forward one that reads or computes it."""
+    last, later = dict[Tensor, Call](), set[Tensor]()
+    for call in (call for call in order if away and not call.op.view):
+        touched = away & {t.base for t in (*call.reads, *call.results)}
+        if call.phase == "forward":
+            last |= dict.fromkeys(touched, call)
+        else:
+            later |= touched
+    found = dict[Call, list[Tensor]]()
+    for t in sorted(later & last.keys(), key=lambda t: (t.call.serial if t.call else -1, t.index)):
+        found.setdefault(last[t], []).append(t)
+    return found
+
+
+def move(backend: Backend, y: Any, source: Backend, x: Any) -> None:
+    """Copy an array from one space to another."""
+    source.sync()
+    there = backend.window(y)
+    here = source.window(x)
+    if there is not None:
+        source.fetch(x, there)
+    else:
+        backend.write(y, source.read(x) if here is None else here)

@@ -1,0 +1,64 @@
+"""llguidance, an optional dependency, and its table of a vocabulary, made once for each."""
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from packtrain.common.errors import InputError
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.data.tokenizer.token_table import CONTROL, UNKNOWN, UNUSED
+
+
+def llguidance() -> Any:
+    """The module. Raises InputError if it is not installed."""
+    if find_spec("llguidance") is None:
+        raise InputError(
+            "grammars and JSON schemas need llguidance: pip install llguidance (or packtrain with its extra grammar)"
+        )
+    return import_module("llguidance")
+
+
+# sets of tokens whose masks are kept: text in JSON, text in a line, words
+SLICES = (
+    r'[^"\\\x00-\x1F\x7F]{1,10}',
+    r'[^"\\\x00-\x1F\x7F]{1,30}',
+    r'[^"\\\x00-\x1F\x7F]+',
+    r"[^\x00-\x1F\x7F\x85\u2028\u2029]+",
+)
+
+
+class _Words:
+    """A vocabulary as llguidance asks for it. Control tokens are no text: only <name> and <[id]> let them come."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        count = tokenizer.vocab_size
+        self.tokens = [tokenizer.piece(id) for id in range(count)]
+        special = {id for id in range(count) if tokenizer.kinds[id] in (CONTROL, UNKNOWN, UNUSED)}
+        self.ends = sorted(tokenizer.ends)
+        if not self.ends:  # llguidance wants one
+            self.ends = [count]
+            self.tokens.append(b"<end>")
+        self.special_token_ids = sorted(special.union(self.ends))
+        self.eos_token_id, self.bos_token_id = self.ends[0], None
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        plain = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(plain, bos=False, eos=False, special=False)
+
+
+@lru_cache(maxsize=2)
+def table(tokenizer: Tokenizer) -> Any:
+    """The table of a vocabulary: an LLTokenizer."""
+    library, words = llguidance(), _Words(tokenizer)
+    wrapped = library.TokenizerWrapper(words)
+    return library.LLTokenizer(
+        wrapped, n_vocab=len(words.tokens), eos_token=words.ends, slices=[*SLICES]
+    )
+
+
+def matcher(made: Any, source: str) -> Any:
+    """An LLMatcher of a grammar with a table."""
+    library = llguidance()
+    return library.LLMatcher(made, library.LLMatcher.grammar_from_lark(source), log_level=0)

@@ -1,0 +1,51 @@
+"""Mirostat 1 and 2: keep the surprise of a text near a target (Basu et al. 2020).
+
+Each returns the candidates to draw from; `learnt` then updates mu from the surprise of the one drawn.
+"""
+
+import math
+
+import numpy as np
+
+from packtrain.inference.sampling.candidates import Candidates, probabilities, ranked
+from packtrain.inference.sampling.top_k import top_k
+
+COUNTED = 100  # tokens from which the slope is estimated
+
+
+def mirostat(c: Candidates, mu: float, vocab_size: int) -> Candidates:
+    """The k likeliest, k from mu and the slope s of a Zipf law, estimated from the likeliest."""
+    c = ranked(c)
+    p = probabilities(c.logits)[:COUNTED]
+    p = p[p > 0]
+    if len(p) < 2:
+        return c.take(slice(1))
+    i = np.arange(1, len(p))
+    t = np.log((i + 1) / i)
+    s = float((t * np.log(p[:-1] / p[1:])).sum() / (t * t).sum())
+    return top_k(c, _how_many(s, mu, vocab_size))
+
+
+def _how_many(s: float, mu: float, vocab_size: int) -> int:
+    over = s - 1
+    try:
+        k = (over * 2**mu / (1 - vocab_size**-over)) ** (1 / s)
+    except (OverflowError, ZeroDivisionError):
+        return vocab_size  # as many as there are
+    good = not isinstance(k, complex) and math.isfinite(k)
+    return max(min(int(k), vocab_size), 1) if good else vocab_size
+
+
+def mirostat_2(c: Candidates, mu: float) -> Candidates:
+    """Tokens whose surprise is at most mu bits, at least one."""
+    c = ranked(c)
+    with np.errstate(divide="ignore"):
+        surprise = -np.log2(probabilities(c.logits))
+    over = np.flatnonzero(surprise > mu)
+    return c.take(slice(max(int(over[0]), 1))) if len(over) else c
+
+
+def learnt(c: Candidates, id: int, mu: float, target: float, rate: float) -> float:
+    """mu after `id` was drawn: mu − rate · (surprise − target)."""
+    chosen = probabilities(c.logits)[np.flatnonzero(c.ids == id)[0]]
+    return mu - rate * (-math.log2(chosen) - target)

@@ -1,0 +1,190 @@
+"""The chain of samplers of one sequence: its settings, the recent tokens, mirostat's mu."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from packtrain.common.errors import InputError, in_keywords
+from packtrain.inference.sampling.bias import logit_bias
+from packtrain.inference.sampling.candidate_cuts import Cut, cut, place_of
+from packtrain.inference.sampling.candidates import Candidates
+from packtrain.inference.sampling.draw import draw, draws
+from packtrain.inference.sampling.dry import Breakers, dry
+from packtrain.inference.sampling.min_p import min_p
+from packtrain.inference.sampling.mirostat import learnt, mirostat, mirostat_2
+from packtrain.inference.sampling.penalties import penalties
+from packtrain.inference.sampling.sampling_settings import Sampling
+from packtrain.inference.sampling.tail_free import tail_free
+from packtrain.inference.sampling.temperature import dynamic, temperature
+from packtrain.inference.sampling.top_k import top_k
+from packtrain.inference.sampling.top_n_sigma import top_n_sigma
+from packtrain.inference.sampling.top_p import top_p
+from packtrain.inference.sampling.typical import typical
+from packtrain.inference.sampling.xtc import xtc
+
+
+class Constraint(Protocol):
+    """What decides which tokens can come, see grammar."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can come."""
+
+    def allowed(self, size: int) -> np.ndarray | None:
+        """(size,) bool; None: all."""
+
+    def accept(self, id: int) -> None:
+        """The token that came."""
+
+    def copy(self) -> "Constraint":
+        """In the same state."""
+
+
+Given = int | Candidates | np.ndarray  # what leaves the device: the token, candidates or all logits
+Step = Callable[["Chain", Candidates, np.random.Generator], Candidates]
+STEPS: dict[str, Step] = {
+    "penalties": lambda own, c, rng: own.penalised(c),
+    "dry": lambda own, c, rng: own.dried(c),
+    "top_n_sigma": lambda own, c, rng: top_n_sigma(c, own.sampling.top_n_sigma),
+    "top_k": lambda own, c, rng: top_k(c, own.sampling.top_k),
+    "tfs_z": lambda own, c, rng: tail_free(c, own.sampling.tfs),
+    "typ_p": lambda own, c, rng: typical(c, own.sampling.typical),
+    "top_p": lambda own, c, rng: top_p(c, own.sampling.top_p),
+    "min_p": lambda own, c, rng: min_p(c, own.sampling.min_p),
+    "xtc": lambda own, c, rng: xtc(
+        c, own.sampling.xtc_probability, own.sampling.xtc_threshold, rng
+    ),
+    "temperature": lambda own, c, rng: dynamic(
+        c, own.sampling.temp, own.sampling.dynatemp_range, own.sampling.dynatemp_exp
+    ),
+}
+
+
+@in_keywords
+class Chain:
+    """The samplers of one sequence. `choose` the next token, then `accept` it; `copy` for a fork of the sequence."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        seed: int = 0,
+        recent: Iterable[int] = (),
+        breakers: Breakers | None = None,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """recent: tokens before the first one chosen; breakers: of DRY, see `find_breakers`. Raises InputError."""
+        self._constraint = constraint.copy() if constraint else None
+        self.sampling: Sampling = sampling
+        self.seed, self.index = seed, 0
+        self.whole = False  # whether all logits are wanted, whatever the samplers need
+        self.recent, self.mu = [*recent], 2 * sampling.mirostat_ent
+        self._breakers, self._biases = breakers or {}, sampling.biases
+        self._steps = [STEPS[name] for name in sampling.order]
+        self._place = Cut() if constraint else place_of(sampling)  # a grammar decides, too
+
+    def copy(self) -> "Chain":
+        """A chain of the same state that goes its own way."""
+        other = Chain(self.sampling, self.seed, self.recent, self._breakers, self._constraint)
+        other.index, other.mu, other.whole = self.index, self.mu, self.whole
+        return other
+
+    @property
+    def over(self) -> bool:
+        """Whether a grammar lets nothing more come."""
+        return self._constraint is not None and self._constraint.over
+
+    def cut(self, ahead: int = 0) -> Cut:
+        """What must leave the device for the token `ahead` of the next one."""
+        if self.whole:
+            return Cut()
+        return cut(self._place, self.sampling, self.seed, self.index + ahead)
+
+    def choose(self, given: Given) -> int:
+        """The next token, out of what left the device; of equal logits the lowest id wins.
+
+        Raises InputError if a logit is not finite.
+        """
+        if isinstance(given, np.ndarray):
+            return self._finish(self._allowed(given), len(given))
+        if isinstance(given, Candidates):
+            check_finite(given.ids[:1], given.logits[:1])
+            return self._finish(given, len(given.ids))
+        if given < 0:
+            raise not_finite(-1 - given)
+        return given
+
+    def _allowed(self, logits: np.ndarray) -> Candidates:
+        """All tokens, or those of the grammar."""
+        every = np.arange(len(logits))
+        check_finite(every, logits)
+        allowed = self._constraint.allowed(len(logits)) if self._constraint else None
+        ids = every if allowed is None else np.flatnonzero(allowed)
+        return Candidates(ids, logits[ids].astype(np.float64))
+
+    def left(self, logits: np.ndarray) -> Candidates:
+        """What the samplers leave of all tokens, for `choose` to draw from. Raises InputError."""
+        return self._left(self._allowed(logits), len(logits), draws(self.seed, self.index))
+
+    def _finish(self, c: Candidates, vocab_size: int) -> int:
+        """The next token out of candidates."""
+        rng = draws(self.seed, self.index)
+        c = self._left(c, vocab_size, rng)
+        id = draw(c, rng)
+        if self.sampling.mirostat:
+            s = self.sampling
+            self.mu = learnt(c, id, self.mu, s.mirostat_ent, s.mirostat_lr)
+        return id
+
+    def _left(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
+        if self._biases:
+            c = logit_bias(c, self._biases)
+            c = c.take(c.logits > -np.inf)
+        if not len(c.ids):
+            raise InputError(
+                "no token is left that could come next: see --logit-bias and --grammar"
+            )
+        if self.sampling.mirostat:
+            return self._mirostat(c, vocab_size)
+        for step in self._steps:
+            c = step(self, c, rng)
+        return c
+
+    def accept(self, id: int) -> None:
+        """The token that came, whether or not it was chosen here."""
+        self.recent.append(id)
+        self.index += 1
+        if self._constraint:
+            self._constraint.accept(id)
+
+    def last(self, count: int) -> Sequence[int]:
+        """The last tokens; -1: all."""
+        return self.recent if count < 0 else self.recent[max(len(self.recent) - count, 0) :]
+
+    def penalised(self, c: Candidates) -> Candidates:
+        s = self.sampling
+        how = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+        return penalties(c, self.last(s.repeat_last_n), *how)
+
+    def dried(self, c: Candidates) -> Candidates:
+        s = self.sampling
+        how = s.dry_multiplier, s.dry_base, s.dry_allowed_length
+        return dry(c, self.last(s.dry_penalty_last_n), self._breakers, *how)
+
+    def _mirostat(self, c: Candidates, vocab_size: int) -> Candidates:
+        c = temperature(c, self.sampling.temp)
+        one = self.sampling.mirostat == 1
+        return mirostat(c, self.mu, vocab_size) if one else mirostat_2(c, self.mu)
+
+
+def check_finite(ids: np.ndarray, logits: np.ndarray) -> None:
+    """Raises InputError if a logit is not finite."""
+    good = np.isfinite(logits)
+    if not good.all():
+        raise not_finite(int(ids[~good][0]))
+
+
+def not_finite(id: int) -> InputError:
+    return InputError(
+        f"the logit of token {id} is not finite; the model's weights must give finite numbers"
+    )

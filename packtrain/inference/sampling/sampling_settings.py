@@ -1,0 +1,162 @@
+"""Settings of the samplers: flags, names, order and defaults are llama.cpp's (common/common.h, common/arg.cpp)."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from types import MappingProxyType
+
+from packtrain.common.errors import InputError, in_keywords
+from packtrain.common.options import SAMPLING, clean
+from packtrain.common.text import did_you_mean
+
+# tfs_z stands where llama.cpp had it until it was removed
+ORDER = (
+    "penalties", "dry", "top_n_sigma", "top_k", "tfs_z", "typ_p", "top_p", "min_p", "xtc",
+    "temperature",
+)  # fmt: skip
+ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical": "typ_p"}
+BIAS = re.compile(r"(\d+)([+-])(.+)")
+MOST = 1e30  # with larger ones sums are no longer finite
+BREAKERS = ("\n", ":", '"', "*")
+
+
+@in_keywords
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; each field is a flag of `generate` and `chat`."""
+
+    samplers: str = SAMPLING(";".join(ORDER), "samplers in order, separated by ;")
+    temp: float = SAMPLING(
+        0.8, "temperature; 0 always picks the likeliest token", flags="--temperature", least=0
+    )
+    dynatemp_range: float = SAMPLING(
+        0.0, "the temperature varies by this much with the entropy; 0: it is fixed", least=0
+    )
+    dynatemp_exp: float = SAMPLING(1.0, "exponent from entropy to temperature", least=0)
+    top_k: int = SAMPLING(40, "sample from the N likeliest tokens; 0: from all", least=0)
+    top_p: float = SAMPLING(
+        0.95, "sample from the likeliest tokens whose probabilities add up to this", least=0, most=1
+    )
+    min_p: float = SAMPLING(
+        0.05, "drop tokens less likely than this share of the likeliest", least=0, most=1
+    )
+    top_n_sigma: float = SAMPLING(
+        -1.0,
+        "drop logits more than this many standard deviations below the largest; -1: none",
+        most=MOST,
+        flags="--top-nsigma",
+    )
+    typical: float = SAMPLING(
+        1.0,
+        "keep tokens of typical surprise whose probabilities add up to this; 1: all",
+        flags="--typical-p",
+        least=0,
+        most=1,
+    )
+    tfs: float = SAMPLING(1.0, "tail-free sampling keeps this share; 1: all", least=0, most=1)
+    xtc_probability: float = SAMPLING(
+        0.0, "how often the likeliest tokens are excluded; 0: never", least=0, most=1
+    )
+    xtc_threshold: float = SAMPLING(
+        0.1, "all but the last of the tokens this likely are excluded; over 0.5: none", least=0
+    )
+    repeat_penalty: float = SAMPLING(
+        1.0, "penalty on recent tokens; 1: none", least=0.01, most=MOST
+    )
+    frequency_penalty: float = SAMPLING(
+        0.0, "penalty for each time that a token is recent", least=-MOST, most=MOST
+    )
+    presence_penalty: float = SAMPLING(
+        0.0, "penalty on recent tokens, however often they are", least=-MOST, most=MOST
+    )
+    repeat_last_n: int = SAMPLING(64, "how many tokens count as recent; -1: all", least=-1)
+    dry_multiplier: float = SAMPLING(
+        0.0, "DRY: penalty on tokens that extend a repetition; 0: none", least=0, most=MOST
+    )
+    dry_base: float = SAMPLING(
+        1.75, "DRY: the penalty grows by this for each token repeated", least=1
+    )
+    dry_allowed_length: int = SAMPLING(2, "DRY: repetitions this long are free", least=0)
+    dry_penalty_last_n: int = SAMPLING(64, "DRY: how many tokens are searched; -1: all", least=-1)
+    dry_sequence_breaker: tuple[str, ...] = SAMPLING(
+        (), "DRY: repetitions end here; repeatable; none: nowhere (default: line feed, :, quote, *)"
+    )
+    mirostat: int = SAMPLING(0, "1 or 2: Mirostat instead of the other samplers", least=0, most=2)
+    mirostat_lr: float = SAMPLING(0.1, "Mirostat's learning rate, eta", least=0)
+    mirostat_ent: float = SAMPLING(5.0, "Mirostat's target of surprise, tau, in bits", least=0)
+    logit_bias: tuple[str, ...] = SAMPLING(
+        (),
+        "add to a token's logit; 29905-inf forbids it; repeatable",
+        flags="-l",
+        metavar="ID(+|-)X",
+    )
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a value out of its range, also where settings are made without a command line."""
+        own = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        for name, value in clean(Sampling, own, None).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Names of the samplers. Raises InputError."""
+        return ordered(self.samplers)
+
+    @property
+    def breakers(self) -> tuple[str, ...]:
+        """Where DRY ends repetitions."""
+        given = self.dry_sequence_breaker or BREAKERS
+        return () if "none" in given else given
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """What is added to logits, by id. Raises InputError."""
+        found: dict[int, float] = {}
+        for given in self.logit_bias:
+            id, bias = parsed_bias(given)
+            found[id] = found.get(id, 0.0) + bias
+        return MappingProxyType(found)
+
+    def check_sampling(self, vocab_size: int | None = None) -> None:
+        """Raises InputError if samplers or biases cannot be read, or a bias is for no token."""
+        self.order  # noqa: B018
+        worst = max(self.biases, default=0)
+        if vocab_size is not None and worst >= vocab_size:
+            raise InputError(
+                f"--logit-bias: there is no token {worst}; the vocabulary has {vocab_size:,}"
+            )
+
+
+@lru_cache(maxsize=64)
+def ordered(names: str) -> tuple[str, ...]:
+    """The samplers' own names. Raises InputError."""
+    return tuple(named(name) for name in names.split(";") if name.strip())
+
+
+def named(name: str) -> str:
+    """A sampler's own name: top-k and topk are top_k. Raises InputError."""
+    given = name.strip().lower()
+    plain = {own.replace("_", ""): own for own in ORDER} | ALIASES
+    own = plain.get(given.replace("-", "").replace("_", ""))
+    if own is None:
+        near = did_you_mean(given, ORDER)
+        raise InputError(
+            f"--samplers: there is no sampler {name!r}; there are {', '.join(ORDER)}{near}"
+        )
+    return own
+
+
+def parsed_bias(given: str) -> tuple[int, float]:
+    """Token and bias of `15043+1`. Raises InputError."""
+    match = BIAS.fullmatch(given.strip())
+    try:
+        bias = float(match[2] + match[3]) if match else math.nan
+    except ValueError:
+        bias = math.nan
+    if match is None or not (abs(bias) <= MOST or bias == -math.inf):
+        raise InputError(
+            f"--logit-bias is {given!r}; it must be like 15043+1.5, 15043-1 or 15043-inf"
+        )
+    return int(match[1]), bias

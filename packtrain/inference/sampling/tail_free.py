@@ -1,0 +1,18 @@
+"""Tail-free sampling: cut where the slope of the sorted probabilities stops changing (Phénix and Egan 2019)."""
+
+import numpy as np
+
+from packtrain.inference.sampling.candidates import Candidates, probabilities, ranked
+
+
+def tail_free(c: Candidates, z: float) -> Candidates:
+    """Keep tokens until their normalized absolute second differences add up to more than z; 1 keeps all."""
+    if z >= 1 or len(c.ids) <= 2:
+        return c
+    c = ranked(c)
+    curve = np.abs(np.diff(probabilities(c.logits), 2))
+    total = curve.sum()
+    shares = curve / total if total > 1e-6 else np.full(len(curve), 1 / len(curve))
+    past = np.flatnonzero(np.cumsum(shares) > z)
+    past = past[past > 0]
+    return c.take(slice(int(past[0]))) if len(past) else c

@@ -1,0 +1,28 @@
+"""Temperature: sharpens or flattens what the other samplers left; dynamic, by entropy (kalomaze)."""
+
+import math
+
+import numpy as np
+
+from packtrain.inference.sampling.candidates import Candidates, entropy, probabilities, ranked
+
+
+def temperature(c: Candidates, temp: float) -> Candidates:
+    """logit / temp; 0 keeps only the likeliest, of equals the lowest id."""
+    if temp <= 0:
+        best = c.ids[c.logits == c.logits.max()].min()
+        return c.take(c.ids == best)
+    with np.errstate(over="ignore"):  # −inf is correct below the largest logit, which is 0 then
+        return Candidates(c.ids, (c.logits - c.logits.max()) / temp, c.sorted)
+
+
+def dynamic(c: Candidates, temp: float, around: float, exponent: float) -> Candidates:
+    """Temperature from temp − around to temp + around: the greater the entropy, the higher."""
+    if around <= 0:
+        return temperature(c, temp)
+    if len(c.ids) <= 1:
+        return c
+    c = ranked(c)
+    share = max(entropy(probabilities(c.logits)) / math.log(len(c.ids)), 0.0)
+    least = max(temp - around, 0.0)
+    return temperature(c, least + (temp + around - least) * share**exponent)

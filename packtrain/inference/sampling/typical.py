@@ -1,0 +1,18 @@
+"""Locally typical sampling: keep tokens whose surprise is nearest the expected one (Meister et al. 2022)."""
+
+import numpy as np
+
+from packtrain.inference.sampling.candidates import Candidates, entropy, probabilities, ranked
+
+
+def typical(c: Candidates, p: float) -> Candidates:
+    """Keep tokens with the least |−log p − entropy| until their probabilities add up to more than p; 1 keeps all."""
+    if p >= 1:
+        return c
+    c = ranked(c)
+    c = c.take(np.isfinite(c.logits))
+    likely = probabilities(c.logits)
+    likely = np.maximum(likely, np.finfo(float).tiny)  # so that their surprise is finite
+    order = np.argsort(np.abs(-np.log(likely) - entropy(likely)), kind="stable")
+    kept = order[: int(np.searchsorted(np.cumsum(likely[order]), p, side="right")) + 1]
+    return c.take(np.sort(kept))

@@ -1,0 +1,62 @@
+"""Which attention a run uses: one op, where a backend has it, or products and a softmax."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from packtrain.common.errors import InputError
+from packtrain.dtypes import Dtype, f32, i32
+from packtrain.engine import ops
+from packtrain.engine.backends import Backend, Target
+from packtrain.engine.tensor import Tensor, input, state
+from packtrain.models.config import Config
+
+AUTO, ON, OFF = MODES = "auto", "on", "off"
+FLASH = (
+    "attention as one operation (on), or written out as products and a softmax, which needs memory for all pairs (off);"
+    " auto: on where the device of keys and values has it"
+)
+
+
+def with_flash(
+    config: Config, mode: str, target: Target, say: Callable[[str], None], cache: Dtype | None
+) -> Config:
+    """The config with the attention that is asked for, of a cache of this type, or of a batch. Raises InputError."""
+    lacking = "" if mode == OFF else missing(config, target, cache)
+    if lacking and mode == ON:
+        raise InputError(f"--flash-attn on: {lacking}")
+    if lacking or mode == OFF:
+        say(f"attention is written out: {lacking or '--flash-attn off'}")
+    return replace(config, flash=not (lacking or mode == OFF))
+
+
+def missing(config: Config, target: Target, cache: Dtype | None) -> str:
+    """What the backends of keys and values have not of the ops for these; "" if they have all."""
+    for y in asked(config, cache):
+        call = y.call
+        for backend in backends(config, target, cache):
+            if call is not None and backend.kernel(call.op, call.inputs) is None:
+                given = ", ".join(str(t.spec) for t in call.inputs[:3] if t is not None)
+                return f"{backend.name} has no {call.op.name} of {given}"
+    return ""
+
+
+def backends(config: Config, target: Target, cache: Dtype | None) -> list[Backend]:
+    """Where keys and values live: elsewhere the op would need copies of all cells in every block."""
+    if cache is None:
+        return [target.backends[0]]
+    cells = (state(f"cache.k.{i}", (1,), role="cache") for i in range(config.block_count))
+    return list({(b.name, b.space): b for b in map(target.home, cells)}.values())
+
+
+def asked(config: Config, cache: Dtype | None) -> list[Tensor]:
+    """Calls of one token that attends to one; nothing is allocated."""
+    heads, kv, d = config.head_count, config.kv_heads_of(0), config.width_of(0)
+    one, sinks = input("one", (1,), i32), input("sinks", (heads,)) if config.traits.sinks else None
+    if cache is not None:
+        kv, d = config.cached_heads(0)
+        q, order = input("q", (1, heads, d)), input("order", (1, 1), i32)
+        k, v = (state(name, (1, kv, d), cache) for name in "kv")
+        return [ops.attention_cells(q, k, v, one, one, order, one, one, sinks, scale=1.0)]
+    q, k, v = (input(n, (1, 1, count, d), f32) for n, count in (("q", heads), ("k", kv), ("v", kv)))
+    y, lse = ops.attention(q, k, v, None, None, None, None, None, sinks, scale=1.0)
+    return [y, ops.attention_back(q, y, lse, q, k, v, scale=1.0)[0]]

@@ -1,0 +1,112 @@
+"""The GGUF keys of one architecture: values that are checked when they are read, and keys that are refused."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.gguf import GGUF
+from packtrain.models.arch import ARCHITECTURES
+from packtrain.models.arch.architecture import BETAS, Architecture
+from packtrain.models.arch.refused_architectures import NEEDED
+
+MOST = 2**31 - 1  # ids, positions and sizes are i32
+ROPE_FREQ_BASE = 10_000.0  # the default
+RMS_EPS, EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+SHARED = [
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    RMS_EPS, "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.finetuned",
+]  # fmt: skip
+# sizes that may be given for each block
+EACH = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+# neutral values of unsupported keys
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "attention.scale": (0.0,),
+        "attention.causal": (True,),
+        "attention.temperature_scale": (0.0,),
+        "expert_count": (0,),
+        "expert_used_count": (0,),
+        "expert_group_count": (1, 0),
+        "expert_group_used_count": (1, 0),
+        "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+        "rope.scaling.yarn_attn_factor": (1.0,),
+        "rope.scaling.yarn_log_multiplier": (0.0,),
+        **{key: (value,) for key, value in BETAS.items()},
+    }
+)
+CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_scale", "residual_scale",
+            "embedding_scale", "embedding_length_", "leading_dense", "interleave_", "use_parallel", "swiglu_",
+            "nextn_")  # fmt: skip
+
+
+class Keys:
+    """The keys of one architecture in a file; values are checked when they are read."""
+
+    def __init__(self, gguf: GGUF) -> None:
+        self.path, self.metadata = gguf.path, gguf.metadata
+        found: Any = self.metadata.get("general.architecture")
+        if not isinstance(found, str) or found not in ARCHITECTURES:
+            need = f", which needs {NEEDED[found]}" if found in NEEDED else ""
+            raise InputError(
+                f"{self.path}: general.architecture is {found!r}{need}; supported are {', '.join(ARCHITECTURES)}"
+            )
+        self.architecture = ARCHITECTURES[found]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value in the file, else `default`, else the architecture's default."""
+        default = self.architecture.keys.get(key) if default is None else default
+        return self.metadata.get(f"{self.architecture.name}.{key}", default)
+
+    def wrong(self, key: str, value: Any, right: str) -> InputError:
+        shown = "missing" if value is None else " ".join(repr(value).split())[:80]
+        return InputError(
+            f"{self.path}: {self.architecture.name}.{key} is {shown}; it must be {right}"
+        )
+
+    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(key, default)
+        if key in EACH and isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+            value = int(value[0]) if len({*value.tolist()}) == 1 else value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+            raise self.wrong(key, value, f"a whole number from {least} to {MOST}")
+        return value
+
+    def real(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, float) or not (0 < value < math.inf or (zero and value == 0)):
+            raise self.wrong(key, value, "0 or more" if zero else "a number above 0")
+        return float(str(np.float32(value)))  # 1e-05 exactly, not the nearest f32
+
+    def own(self, key: str) -> float:
+        """A key of some architectures, 0 for the others; must be positive unless its default is 0, or it may be."""
+        known, zero = self.architecture.keys, key in self.architecture.zero
+        return self.real(key, zero=zero or known[key] == 0) if key in known else 0.0
+
+    def check(self) -> None:
+        """Raise InputError for a key that changes the computation and is not supported."""
+        known = {
+            *SHARED,
+            *self.architecture.keys,
+            *self.architecture.ignored,
+            eps_key(self.architecture),
+        }
+        prefix = f"{self.architecture.name}."
+        for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
+            own = self.architecture.neutral
+            value, neutral = self.get(key), own.get(key, NEUTRAL.get(key, ()))
+            if (key in known and key not in own) or not key.startswith(CHANGING):
+                continue
+            if isinstance(value, np.ndarray | list) or value not in neutral:
+                right = f"{neutral[0]!r} or left out" if neutral else "left out"
+                raise self.wrong(key, value, f"{right}: others are not supported")
+
+
+def eps_key(architecture: Architecture) -> str:
+    """The key of what norms add to a mean of squares."""
+    return EPS if architecture.layer_norms else RMS_EPS

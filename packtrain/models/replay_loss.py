@@ -1,0 +1,64 @@
+"""The loss of replay: a tuned model stays near the base in texts that the base wrote. Robins 1995, Catastrophic
+forgetting, rehearsal and pseudorehearsal.
+
+With p the base's and q the tuned model's probabilities of the next token,
+
+    loss = mean of -log q(target) over the data + weight * mean of sum p log(p / q) over the texts
+
+The head is frozen, so that the sum over the vocabulary needs only the mean of its rows by p: with logits x @ head.T,
+
+    sum p log(p / q) = -log q(y) + x · (head[y] - mean) - entropy of p + (head's bias: a constant)
+
+for any y; logits are computed once, in chunks, by the head. Its gradient is 0 where q = p.
+"""
+
+from dataclasses import dataclass
+
+from packtrain.dtypes import i32
+from packtrain.engine import ops
+from packtrain.engine.tensor import Tensor, input, named
+from packtrain.models import transformer
+from packtrain.models.block_weights import Weights
+from packtrain.models.config import Config
+from packtrain.models.transformer import Loss
+
+IDS, MEANS, CONSTANTS = "replay_ids", "replay_means", "replay_constants"  # inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The settings of the loss.
+
+    length  tokens of a text at the end of every row
+    weight  of the texts, where the data counts 1
+    texts   how many there are
+    width   of the rows of the head
+    """
+
+    length: int
+    weight: float
+    texts: int
+    width: int
+
+    def numbers(self, time: int) -> int:
+        """How many numbers of 4 bytes the inputs of a row hold."""
+        return (self.width + 2) * self.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all texts, with their means in f16."""
+        return self.texts * self.length * (2 * self.width + 8)
+
+    def loss(self, config: Config, w: Weights, made: Loss, chunk: int) -> Tensor:
+        """The loss (). Adds inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
+        rows, time, width = made.x.shape
+
+        def last(x: Tensor) -> Tensor:
+            return ops.cont(ops.narrow(x, axis=1, start=time - self.length, length=self.length))
+
+        shape = rows, self.length
+        drawn = ops.get_rows(transformer.head(w), input(IDS, shape, i32))
+        apart = ops.sum_rows(ops.mul(last(made.x), ops.sub(drawn, input(MEANS, (*shape, width)))))
+        divergence = ops.add(ops.reshape(apart, shape=shape), input(CONSTANTS, shape))
+        total = ops.add(made.loss, ops.sum(ops.mul(divergence, last(made.weights))))
+        return named("loss", ops.scale(total, by=1 + self.weight))

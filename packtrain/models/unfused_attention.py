@@ -1,0 +1,90 @@
+"""Attention written out: products, a mask and a softmax instead of one op, for backends that have none.
+
+Positions are compared as f32, which is exact up to 16,777,216.
+"""
+
+from packtrain.dtypes import f32
+from packtrain.engine import ops
+from packtrain.engine.tensor import Tensor
+
+SAME = 1e-5
+HIDDEN = 1e30  # what is taken from the scores of keys that a query does not see
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, q_seq: Tensor, k_seq: Tensor,
+    sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The first result of ops.attention. A query that sees nothing gives the mean of all values."""
+    apart = ops.step(ops.abs(_since(q_seq, k_seq)))
+    seen = ops.mul(_in_reach(q_pos, k_pos, window), ops.scale(apart, by=-1, bias=1))
+    return _mixed(q, k, v, sinks, seen, scale, softcap)
+
+
+def attention_cells(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_row: Tensor, seen: Tensor, k_pos: Tensor,
+    sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """ops.attention_cells; seen (R, S) f32 is 1 where a row has a cell, else 0."""
+    near = _in_reach(q_pos, k_pos, window)
+    seen = ops.mul(near, ops.get_rows(seen, q_row))
+    q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _wide(k), _wide(v), seen))
+    y = _mixed(q, k, v, sinks, seen, scale, softcap)
+    return ops.reshape(y, shape=y.shape[1:])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == f32 else ops.cast(x)
+
+
+def _since(q: Tensor, k: Tensor) -> Tensor:
+    """q - k of each pair: (..., T) and (..., S) i32 -> (..., T, S) f32."""
+    q, k = ops.cast(q), ops.cast(k)
+    return ops.sub(
+        ops.reshape(q, shape=(*q.shape, 1)), ops.reshape(k, shape=(*k.shape[:-1], 1, k.shape[-1]))
+    )
+
+
+def _in_reach(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
+    """1 for keys that are not later than the query and within its window, else 0."""
+    since = _since(q_pos, k_pos)
+    seen = ops.step(ops.scale(since, by=1, bias=0.5))
+    if window < 0:  # numbers that grow from chunk to chunk are equal within one
+        q, k = (ops.grown(pos, rate=1.0, length=-window) for pos in (q_pos, k_pos))
+        k = ops.reshape(k, shape=(*k_pos.shape[:-1], 1, k_pos.shape[-1]))
+        apart = ops.step(ops.scale(ops.abs(ops.sub(q, k)), by=1, bias=-SAME))
+        return ops.mul(seen, ops.scale(apart, by=-1, bias=1))
+    return ops.mul(seen, ops.step(ops.scale(since, by=-1, bias=window - 0.5))) if window else seen
+
+
+def _mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    seen: Tensor,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """Mean of the values by softmax of the scores; seen (B, T, S)."""
+    (b, t, h, d), (s, kv) = q.shape, k.shape[1:3]
+    grouped = ops.reshape(ops.scale(q, by=scale / (softcap or 1)), shape=(b, t, kv, h // kv, d))
+    x = ops.cont(ops.permute(grouped, axes=(0, 2, 3, 1, 4)))  # (B, K, H / K, T, D)
+    keys, values = (
+        ops.reshape(ops.permute(part, axes=axes), shape=shape)
+        for part, axes, shape in (
+            (k, (0, 2, 1, 3), (b, kv, 1, s, d)),
+            (v, (0, 2, 3, 1), (b, kv, 1, d, s)),
+        )
+    )
+    z = ops.matmul(x, keys)
+    z = ops.scale(ops.tanh(z), by=softcap) if softcap else z
+    hidden = ops.scale(seen, by=HIDDEN, bias=-HIDDEN)
+    z = ops.add(z, ops.reshape(hidden, shape=(b, 1, 1, t, s)))
+    if sinks is None:
+        p = ops.soft_max(z)
+    else:
+        p = ops.soft_max_sinks(ops.reshape(z, shape=(b, h, t, s)), sinks)
+        p = ops.reshape(ops.cont(p), shape=z.shape)
+    y = ops.permute(ops.matmul(p, values), axes=(0, 3, 1, 2, 4))
+    return ops.reshape(ops.cont(y), shape=q.shape)

@@ -1,8 +1,0 @@
-"""Offsets for any list of (start, end, size): a packer with a lower bound and a checker.
-
-It knows no tensors and no plans. `pack` is quick, `packings` keeps searching, `clash` checks any offsets.
-"""
-
-from packtrain.packing.pack import Packing, alive, clash, height, lower_bound, pack, packings
-
-__all__ = ["Packing", "alive", "clash", "height", "lower_bound", "pack", "packings"]

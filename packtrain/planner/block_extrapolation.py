@@ -1,0 +1,135 @@
+"""The same run with fewer blocks, to estimate the whole one from shorter graphs.
+
+Returns for a StepShape one with fewer blocks, in which the same tensors are trained, the same in every block.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+from packtrain.models import transformer
+from packtrain.models.config import Config
+from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.training_plans import passed_over
+
+SOURCES = 2  # blocks whose keys and values others share: one with a window and one without
+Kinds = frozenset[str]  # names of tensors within a block
+
+
+def reached(shape: StepShape) -> int:
+    """Number of blocks that the backward pass reaches."""
+    return shape.config.block_count - passed_over(shape.config, shape.base)
+
+
+def even(shape: StepShape) -> bool:
+    """Whether the same tensors are trained in every block that the backward pass reaches.
+
+    The first of a mixture's blocks may be dense: a shorter model has it as well.
+    """
+    config, first = shape.config, passed_over(shape.config, shape.base)
+    dense = _dense(config, first)
+    if config.differing or (config.interleave_moe_layer_step > 1 and reached(shape) > 1):
+        return False
+    return dense <= 1 and len(set(_trained(shape.config, shape.base)[first + dense :])) <= 1
+
+
+def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
+    """The shape with `count` blocks that the backward pass reaches, after `below` that it does not.
+
+    If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
+    mixture's dense blocks at most one is reached, and a single block has experts; where blocks with experts and without
+    take turns, all have them. All have keys and values of their own, or none does, and two below have those of all.
+    """
+    config, base = shape.config, shape.base
+    first = 0 if base is None else passed_over(config, base)
+    sharing = 0 < config.own_kv <= first
+    below = max(below, SOURCES) if sharing else below
+    whole = below + count
+    dense = min(config.leading_dense_block_count, below) + min(_dense(config, first), count - 1, 1)
+    short = replace(
+        config, block_count=whole, window_pattern=_windows(config, whole), leading_dense_block_count=dense,
+        interleave_moe_layer_step=1, own_kv=SOURCES * sharing,
+    )  # fmt: skip
+    if config.interleave_moe_layer_step > 1 and not _mixtures(config, first):
+        short = replace(short, expert_count=0)
+    if config.attending:
+        like = _alike(config, short, first, below)
+        short = replace(short, attending=tuple(config.attending[i] for i in like))
+    if config.differing:
+        like = _alike(config, short, first, below)
+        wide, near = tuple(map(config.feed_forward_of, like)), tuple(map(config.near, like))
+        short = replace(short, feed_forward_lengths=wide, window_pattern=near)
+    if base is None:
+        return replace(shape, config=short)
+    lora = config.lora and replace(config.lora, last=count if below else 0)
+    short = replace(short, lora=lora)
+    return replace(shape, config=short, base=_stand_in(config, base, short, below))
+
+
+def _windows(config: Config, count: int) -> int | tuple[bool, ...]:
+    """Which of so many blocks have windows."""
+    pattern = config.window_pattern
+    if isinstance(pattern, tuple) and count > len(pattern):
+        return (pattern * count)[:count]
+    if isinstance(pattern, int) and 1 < count < pattern <= config.block_count:
+        return False, *(True,) * (count - 1)  # one without, which may have a rope of its own
+    return pattern
+
+
+@cache
+def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
+    """The base of the shorter model, with the types and frozen tensors of the longer one, block by block."""
+    first, types = passed_over(config, base), dict(base.types)
+    trained = frozenset[str]().union(*_trained(config, base))
+    alike, found, frozen = _alike(config, short, first, below), [], []
+    for name, leaf in transformer.weights(replace(short, lora=None)).items():
+        at, kind = _place(name)
+        if at is None:
+            like, free = name, base.trains(config, leaf)
+        else:
+            like, free = f"blk.{alike[at]}.{kind}", at >= below and (kind in trained or not trained)
+        if like in types:
+            found.append((name, types[like]))
+        if not free:
+            frozen.append(name)
+    return replace(base, types=tuple(found), frozen=tuple(frozen), last=0)
+
+
+def _alike(config: Config, short: Config, first: int, below: int) -> list[int]:
+    """For each block of the shorter model the one of the longer that it is like."""
+    left_out = _dense(config, first) - _dense(short, below)
+    dense, last = short.leading_dense_block_count, config.block_count - 1
+    if config.interleave_moe_layer_step > 1 and (those := _mixtures(config, first)):
+        return [*range(below), *(those * short.block_count)[: short.block_count - below]]
+    lower = config.own_kv - SOURCES if short.own_kv else 0
+    return [
+        lower + i if i < below else min(first + i - below + (0 if i < dense else left_out), last)
+        for i in range(short.block_count)
+    ]
+
+
+def _mixtures(config: Config, first: int) -> list[int]:
+    return [i for i in range(first, config.block_count) if config.mixture(i)]
+
+
+def _dense(config: Config, first: int) -> int:
+    """Blocks from `first` on that a mixture has without experts."""
+    return max(0, config.leading_dense_block_count - first)
+
+
+@cache
+def _trained(config: Config, base: Base | None) -> tuple[Kinds, ...]:
+    """The trained tensors of each block."""
+    kinds: list[set[str]] = [set() for _ in range(config.block_count)]
+    for name, leaf in transformer.weights(config).items():
+        at, kind = _place(name)
+        if at is not None and (base is None or base.trains(config, leaf)):
+            kinds[at].add(kind)
+    return tuple(map(frozenset, kinds))
+
+
+def _place(name: str) -> tuple[int | None, str]:
+    """The block number of a tensor (None outside of blocks), and its name within the block."""
+    if not name.startswith("blk."):
+        return None, name
+    _, number, kind = name.split(".", 2)
+    return int(number), kind

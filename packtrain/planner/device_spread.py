@@ -1,0 +1,146 @@
+"""Over which memories a model is spread: --device, --gpu-layers, --split and --device-memory.
+
+Blocks go to the devices in order, as many to each as its share says; moments and gradients go with their weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from packtrain.common.errors import InputError
+from packtrain.common.memory import parse_size
+from packtrain.engine.backends import HOST, Backend, Target, backend, cpu
+from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_search import SLACK, Search
+from packtrain.planner.step_shape import StepShape
+from packtrain.planner.training_plans import leaves
+
+AUTO = "auto"
+LAST = "output", "cls"  # beginnings of the names of what follows the blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Devices for the last blocks of a model; the rest is on the first, or on the cpu if `layers` says how many.
+
+    layers  blocks on devices: a number, AUTO for as many as fit, or None for all, with what is before and after them
+    shares  of those blocks by device
+    """
+
+    devices: tuple[Backend, ...]
+    layers: str | None
+    shares: tuple[float, ...]
+    limits: dict[str, int]
+
+    @property
+    def target(self) -> Target:
+        """Its backends and limits, with nothing spread yet."""
+        before = (cpu,) if self.layers is not None else ()
+        return Target((*before, *self.devices), limits=self.limits)
+
+    def over(self, shape: StepShape, request: Request) -> Target:
+        """Where the leaves of a model live. Raises InputError for more devices than blocks."""
+        if self.layers != AUTO:
+            return self.homes(shape, self.number(shape))
+        few, most = 0, shape.config.block_count + 1
+        while few < most:  # the largest number with which everything is kept within the limits
+            middle = (few + most + 1) // 2
+            few, most = (middle, most) if self._fits(shape, request, middle) else (few, middle - 1)
+        return self.homes(shape, few)
+
+    def _fits(self, shape: StepShape, request: Request, count: int) -> bool:
+        there = replace(request, target=self.homes(shape, count))
+        if not all(b in there.target.every for b in self.devices):
+            return False
+        found = ((Search(there, space), most) for space, most in self.limits.items())
+        return all(one.rough(shape).nbytes * (1 + SLACK) <= most for one, most in found)
+
+    def number(self, shape: StepShape) -> int:
+        """Blocks on devices, and one more if what follows them is there, too."""
+        return shape.config.block_count + 1 if self.layers is None else int(self.layers)
+
+    def homes(self, shape: StepShape, count: int) -> Target:
+        """The target with the last `count` blocks on the devices."""
+        blocks = shape.config.block_count
+        first = max(blocks - count, 0)
+        own = [*zip(range(first, blocks), self._dealt(blocks - first), strict=True)]
+        at = dict[str, Backend]()
+        for block, device in own:
+            at |= {f"blk.{block}.": device, f"cache.{block}": device}
+        if count > blocks:
+            at |= dict.fromkeys(LAST, self.devices[-1])
+        names = leaves(shape)[0]
+        homes = {n: d for n in names for start, d in at.items() if n.startswith(start)}
+        homes |= {start: d for start, d in at.items() if start.startswith("cache.")}
+        return replace(self.target, homes=homes) if len(self.target.every) > 1 else self.target
+
+    def _dealt(self, count: int) -> list[Backend]:
+        """A device for each of so many blocks, in order, by the shares."""
+        total, ends, sum_ = sum(self.shares), list[int](), 0.0
+        for share in self.shares:
+            sum_ += share
+            ends.append(round(count * sum_ / total))
+        return [
+            self.devices[next(i for i, end in enumerate(ends) if at < end)] for at in range(count)
+        ]
+
+
+def spread(
+    device: str, layers: str | None = None, split: str | None = None, memory: str | None = None
+) -> Spread:
+    """What the flags ask for. Raises InputError."""
+    devices = tuple(backend(name.strip()) for name in device.split(","))
+    spaces = [b.space for b in devices]
+    if len({*spaces}) < len(spaces):
+        raise InputError(f"--device {device}: each memory can be named once")
+    if layers is not None:
+        _check_layers(layers, device, spaces)
+    limits = {b.space: b.capacity for b in devices if b.capacity is not None}
+    given = _sizes(memory, device, spaces)
+    limits |= {space: min(most, limits.get(space, most)) for space, most in given.items()}
+    return Spread(devices, layers, _shares(split, spaces, limits), limits)
+
+
+def _check_layers(layers: str, device: str, spaces: Sequence[str]) -> None:
+    if layers != AUTO and not layers.isdecimal():
+        raise InputError(f"--gpu-layers {layers}: it must be a number of blocks, or auto")
+    if HOST in spaces:
+        raise InputError(
+            f"--gpu-layers needs a --device with a memory of its own, such as cuda or cpu:1, not {device}"
+        )
+
+
+def _sizes(memory: str | None, device: str, spaces: Sequence[str]) -> dict[str, int]:
+    """The limits of --device-memory by space. Raises InputError."""
+    if memory is None:
+        return {}
+    if "%" in memory:
+        raise InputError(f"--device-memory {memory}: give a size such as 2GiB")
+    sizes = [parse_size(text.strip(), "--device-memory") for text in memory.split(",")]
+    own = [space for space in spaces if space != HOST]
+    if not own:
+        raise InputError(
+            f"--device-memory: {device} works in the memory of this process, whose limit is --memory"
+        )
+    if len(sizes) == 1:
+        sizes *= len(own)
+    if len(sizes) != len(own):
+        raise InputError(
+            f"--device-memory {memory} has {len(sizes)} sizes for {len(own)} memories: give one, or one for each"
+        )
+    return dict(zip(own, sizes, strict=True))
+
+
+def _shares(split: str | None, spaces: Sequence[str], limits: dict[str, int]) -> tuple[float, ...]:
+    """Those of --split, or by the memory of the devices, or equal ones. Raises InputError."""
+    if split is None:
+        known = all(space in limits for space in spaces)
+        return tuple(float(limits[space]) if known else 1.0 for space in spaces)
+    try:
+        shares = tuple(float(text) for text in split.split(","))
+    except ValueError:
+        shares = ()
+    if len(shares) != len(spaces) or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
+        raise InputError(
+            f"--split {split}: it must be {len(spaces)} numbers such as 3,5, one for each of --device"
+        )
+    return shares

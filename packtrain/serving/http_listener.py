@@ -1,0 +1,139 @@
+"""Listening: the HTTP server around the application, until a signal ends it."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from packtrain.common.errors import InputError
+from packtrain.serving.engine_thread import Engine
+
+HEADERS = 64 << 10  # most bytes of a request's headers
+CONNECTIONS = 128  # at once; beyond them, those that ask nothing are closed
+LINGER = 30.0  # seconds that running answers have once a signal came
+TELLING = 1.0  # seconds in which clients can take that their answers ended, after a second signal
+IDLE = 30.0  # seconds that a connection may ask nothing, and that what is sent may not be taken
+# most bytes of answers that clients have not taken; beyond them, the slowest are cut
+UNSENT = 16 << 20
+BACKLOG = 128
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there and gives up clients that take nothing. Raises InputError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, UnicodeError) as error:
+        why = str(getattr(error, "strerror", None) or error).lower()
+        raise InputError(
+            f"--host {host} --port {port}: cannot listen there: {why}", "use another port"
+        ) from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE))
+    return sock
+
+
+class _Connection(H11Protocol):
+    """A connection that is cut if no request of it comes in time, or if there are too many."""
+
+    since = 0.0  # when it was last of use
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is a request that is not answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > CONNECTIONS:
+            idle = (one for one in self._all() if not one.asks)
+            min(idle, key=lambda one: one.since).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.asks:
+            self._stop()
+
+    def on_response_complete(self) -> None:
+        self._wait()
+        super().on_response_complete()
+        self._cut_slow()
+
+    def _cut_slow(self) -> None:
+        """Cut connections that have not taken their answers, the oldest first, until few enough bytes wait."""
+        unsent = {
+            one: one.transport.get_write_buffer_size()
+            for one in sorted(self._all(), key=lambda one: one.since)
+        }
+        over = sum(unsent.values()) - UNSENT
+        for one, size in unsent.items():
+            if over > 0 and size:
+                one.transport.abort()
+                over -= size
+
+    def _all(self) -> "list[_Connection]":
+        return [one for one in self.connections if isinstance(one, _Connection)]
+
+    def _wait(self) -> None:
+        self._stop()
+        self.since = self.loop.time()
+        self._timer = self.loop.call_later(IDLE, self.transport.abort)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Listener(uvicorn.Server):
+    """Ends running answers before it stops."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, say: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._engine, self._say, self._hurried = engine, say, False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._hurried = True
+            self._engine.hurry()
+            return
+        self._say(f"stopping: running answers have {LINGER:g} s; a second signal ends them at once")
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, LINGER))
+        ending = asyncio.create_task(super().shutdown(sockets))
+        while not (self._hurried or ending.done()):
+            await asyncio.sleep(0.05)
+        await asyncio.wait((ending,), timeout=TELLING)
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()
+        await ending
+        await closing
+
+
+def listener(app: Starlette, engine: Engine, say: Callable[[str], None]) -> uvicorn.Server:
+    """Serves when it is run, until a signal or `should_exit`; running answers may finish, for a while."""
+    config = uvicorn.Config(
+        app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False, http=_Connection,
+        loop="asyncio", date_header=True, h11_max_incomplete_event_size=HEADERS,
+        timeout_graceful_shutdown=int(LINGER) + 5, timeout_keep_alive=int(IDLE),
+    )  # fmt: skip
+    return _Listener(config, engine, say)
+
+
+def listen(app: Starlette, engine: Engine, sock: socket.socket, say: Callable[[str], None]) -> None:
+    """Serve until a signal."""
+    with suppress(KeyboardInterrupt):  # the signal again, once all has ended
+        listener(app, engine, say).run(sockets=[sock])

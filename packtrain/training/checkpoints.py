@@ -1,0 +1,214 @@
+"""Checkpoints: everything that a run needs to resume bit for bit, in one GGUF file with a checksum.
+
+Progress and leaves are stored by name. The previous file is kept as `.previous`, and the newest valid one is loaded,
+so that a kill at any moment leaves one.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.common.version import __version__
+from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
+
+FORMAT = 1
+KEY = "packtrain.checkpoint."
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a run. Counters are 64-bit; the data position and all randomness follow from `step`.
+
+    step      steps done          tokens   trained on so far      seconds  spent training
+    best      lowest validation loss, after step `best_step`, and `stale`, validations since then
+    recent    training losses of the last good steps, as many as --past needs, and the gradient norm of the last one
+    lowest    lowest training loss, and `unimproved`, steps since then
+    shuffled  key of the order of the data: the step at which it was shuffled again, or 0
+    last      validation loss of the last validation; `base` that before step 1, both over `batches` batches
+    ends      of the validation of the result, see Evaluated.ends
+    since     the step after which the optimizer began, with zero moments
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best: float = float("inf")
+    stale: int = 0
+    best_step: int = 0
+    last: float = float("inf")
+    base: float = float("inf")
+    batches: int = 0
+    recent: tuple[float, ...] = ()
+    norm: float = float("inf")
+    lowest: float = float("inf")
+    unimproved: int = 0
+    shuffled: int = 0
+    ends: tuple[int, int] = (0, 0)
+    since: int = 0
+
+    def after(self, tokens: int, seconds: float) -> "Progress":
+        return replace(
+            self, step=self.step + 1, tokens=self.tokens + tokens, seconds=self.seconds + seconds
+        )
+
+    def learnt(self, loss: float, norm: float, past: int) -> "Progress":
+        """After a good step; `past` more losses are kept."""
+        recent = (*self.recent, loss)[-1 - past :]
+        better = loss < self.lowest
+        lowest, unimproved = (loss, 0) if better else (self.lowest, self.unimproved + 1)
+        return replace(self, recent=recent, norm=norm, lowest=lowest, unimproved=unimproved)
+
+    def validated(
+        self, loss: float, ends: tuple[int, int] = (0, 0), best: bool = False
+    ) -> "Progress":
+        """After a validation; `best`: the result will be the best step, not the last."""
+        if loss < self.best:
+            return replace(self, best=loss, stale=0, best_step=self.step, last=loss, ends=ends)
+        ends = self.ends if best else ends
+        return replace(self, stale=self.stale + 1, last=loss, ends=ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded checkpoint: `about` describes the run, `array(name)` is a leaf, mapped."""
+
+    path: Path
+    progress: Progress
+    about: dict[str, Any]
+    gguf: GGUF
+
+    def array(self, name: str) -> np.ndarray:
+        return self.gguf.array(name)
+
+
+def previous(path: Path) -> Path:
+    return path.with_suffix(".previous.gguf")
+
+
+def save(
+    path: Path, progress: Progress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Write a checkpoint of leaves by name, keeping the previous one. `about` is any JSON. Raises OSError."""
+    texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
+    values = {
+        "general.architecture": Value("string", "packtrain-checkpoint"),
+        KEY + "format": Value("u32", FORMAT),
+        KEY + "version": Value("string", __version__),
+        KEY + "sha256": Value("string", _digest(texts, arrays)),
+        **{key: Value("string", text) for key, text in texts.items()},
+    }
+    if path.exists():
+        link(path, previous(path))
+    write(path, values, {name: Deferred.of(arrays.__getitem__, name) for name in arrays})
+
+
+def link(path: Path, other: Path) -> None:
+    """Give the file a second name; the next write replaces only the first one."""
+    beside = path.with_suffix(".keep.part")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(path, beside)
+    except OSError:  # file systems without hard links
+        shutil.copyfile(path, beside)
+    os.replace(beside, other)
+
+
+def copy(path: Path, other: Path) -> None:
+    """A file of its own with the same content."""
+    torn = other.with_name(f".{other.name}.part")
+    shutil.copyfile(path, torn)
+    os.replace(torn, other)
+
+
+def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of the progress, the description of the run, and all leaves."""
+    digest = hashlib.sha256()
+    for key, text in texts.items():
+        digest.update(f"{key}={text}\n".encode())
+    for name, array in arrays.items():
+        digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest valid checkpoint at `path`: itself, or the previous one, with a message; None if there is none.
+
+    Raises InputError for a checkpoint of a newer format, and if there are files but none is valid.
+    """
+    problems = []
+    for file in (path, previous(path)):
+        if not file.exists():
+            continue
+        try:
+            found = _load(file)
+        except GGUFError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            say(f"{problem}; resuming from {file.name}")
+        return found
+    if problems:
+        raise InputError("; ".join(problems))
+    return None
+
+
+def step_of(path: Path) -> int:
+    """The step of the newest checkpoint at `path`, from its metadata; 0 if there is none."""
+    for file in (path, previous(path)):
+        with suppress(InputError, ValueError, KeyError, TypeError):
+            return int(json.loads(GGUF(file).metadata[KEY + "progress"])["step"])
+    return 0
+
+
+def _load(path: Path) -> Checkpoint:
+    gguf = GGUF(path)
+    values = gguf.metadata
+    wanted = {"format": int, "sha256": str, "progress": str, "about": str}
+    if not all(isinstance(values.get(KEY + name), kind) for name, kind in wanted.items()):
+        raise GGUFError(f"{path}: this is not a checkpoint of packtrain")
+    if values[KEY + "format"] > FORMAT:
+        raise InputError(
+            f"{path}: checkpoint format {values[KEY + 'format']}, which packtrain"
+            f" {values.get(KEY + 'version', 'of a later version')} reads; this is {__version__}, which reads up to"
+            f" {FORMAT}"
+        )
+    texts = {KEY + name: values[KEY + name] for name in ("progress", "about")}
+    if _digest(texts, {name: gguf.array(name) for name in gguf.entries}) != values[KEY + "sha256"]:
+        raise GGUFError(f"{path}: the checksum does not match; the file is damaged")
+    try:
+        progress, about = (json.loads(texts[KEY + name]) for name in ("progress", "about"))
+    except (ValueError, RecursionError):
+        raise GGUFError(f"{path}: its description of the run is not JSON") from None
+    if not _is_progress(progress) or not isinstance(about, dict) or "steps" not in about:
+        raise GGUFError(f"{path}: its description of the run is not one that packtrain writes")
+    for name in {"recent", "ends"} & progress.keys():
+        progress[name] = tuple(progress[name])
+    return Checkpoint(path, Progress(**progress), about, gguf)
+
+
+def _is_progress(value: Any) -> bool:
+    """Whether plain data has the fields of Progress, of the right types and not negative; old files lack `later`."""
+    kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
+    later = {"best_step": int, "last": float, "base": float, "batches": int}
+    later |= {"recent": list, "norm": float, "lowest": float, "unimproved": int, "shuffled": int}
+    later |= {"ends": list, "since": int}
+    signed = {"recent", "lowest", "ends"}
+    return (
+        isinstance(value, dict)
+        and kinds.keys() <= value.keys() <= kinds.keys() | later.keys()
+        and all(type(given) is (kinds | later)[name] for name, given in value.items())
+        and all(given >= 0 for name, given in value.items() if name not in signed)
+        and all(type(loss) is float for loss in value.get("recent", ()))
+        and [type(count) for count in value.get("ends", (0, 0))] == [int, int]
+        and value["step"] < 1 << 63
+    )

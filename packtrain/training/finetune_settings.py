@@ -1,0 +1,232 @@
+"""Every setting of finetune that train does not have, or has otherwise."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.common.errors import InputError
+from packtrain.common.options import DATA, LORA, OUTPUT, TRAINING, positional
+from packtrain.data.conversations import TRUNCATE
+from packtrain.models.distillation_loss import Distill
+from packtrain.models.preference_loss import KINDS, Preference, preference
+from packtrain.training.train_settings import CHAT_TEMPLATE, LONGEST, WRITTEN, RunSettings
+
+NEXT_TOKEN = "next-token"
+LORA_RATE, FULL_RATE = 2e-4, 1e-5
+
+
+@dataclass(frozen=True)
+class TuneSettings(RunSettings):
+    COMMON = "data output memory epochs iters lr lora_rank ctx full merge val_split seed resume overwrite"
+
+    model: Path | None = positional("the base model, a GGUF file", None)
+    output: Path = OUTPUT(
+        Path("tuned.gguf"),
+        "GGUF file to write; adapter, checkpoints and logs go to the folder NAME.run next to it",
+        flags="-o",
+    )
+    data: Path | None = DATA(
+        None,
+        "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",
+    )
+    ctx: int | None = DATA(
+        None,
+        "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
+        flags="-c --max-seq-length",
+        least=2,
+        most=LONGEST,
+    )
+    adapter: Path | None = OUTPUT(None, "write a copy of the LoRA adapter to this GGUF file")
+    type: str | None = OUTPUT(
+        None, "element type of the changed matrices (default: as in the base)", choices=WRITTEN
+    )
+
+    merge: str = OUTPUT(
+        "calibrated",
+        "how the adapter is merged into quantized matrices: calibrated on some of the data, or plain rounding; none:"
+        " --output is the adapter alone",
+        choices=("calibrated", "plain", "none"),
+    )
+    tensor_type: tuple[str, ...] = OUTPUT(
+        (),
+        "element type for changed matrices of this name, such as ffn_down=q8_0; repeatable",
+        metavar="NAME=TYPE",
+    )
+
+    check_answers: int = OUTPUT(
+        3,
+        "after the run, base and tuned model answer so many held-out questions, side by side; 0: none",
+        least=0,
+        most=100,
+    )
+
+    full: bool = TRAINING(False, "train the weights themselves instead of a LoRA adapter")
+    masters: str = TRAINING(
+        "f32",
+        "with --full: element type of the weights in training; bf16 needs half the bytes",
+        choices=("f32", "bf16"),
+    )
+    lora_rank: tuple[str, ...] = LORA(
+        ("16",), "rank, or NAME=RANK for the matrices of this name; repeatable", metavar="RANK"
+    )
+    lora_alpha: float | None = LORA(
+        None,
+        "scale: the adapter's output counts alpha / rank (default: twice --lora-rank; 32 with --rslora)",
+        least=0.001,
+    )
+    rslora: bool = LORA(False, "rank-stabilized scale: alpha / sqrt(rank)")
+    lora_modules: str = LORA(
+        "all",
+        "matrices that get a LoRA adapter: all, attn, mlp, or names such as attn_q,attn_v",
+        metavar="NAMES",
+    )
+    lora_dropout: float = LORA(0.0, "dropout probability of the adapter's input", least=0, most=0.9)
+    aware: bool = LORA(
+        False,
+        "compute with matrices as they will be stored with their adapter, rounded with the base's scales; the merge"
+        " then stores what was trained, without data",
+    )
+    num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", least=-1)
+    freeze: tuple[str, ...] = TRAINING(
+        (), "with --full: tensors to freeze, such as 'token_embd*'; repeatable", metavar="PATTERN"
+    )
+
+    loss: str = TRAINING(
+        NEXT_TOKEN,
+        "what is minimized: next-token; or, for pairs of a chosen and a rejected answer, dpo, ipo, simpo or orpo",
+        choices=(NEXT_TOKEN, *KINDS),
+    )
+    beta: float | None = TRAINING(
+        None,
+        "losses of pairs: how strongly preferences count beside staying near the base (default: dpo 0.1, ipo 0.1,"
+        " simpo 2, orpo 1)",
+        least=1e-6,
+    )
+    gamma: float | None = TRAINING(
+        None,
+        "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)",
+        least=0,
+    )
+    sft_weight: float | None = TRAINING(
+        None,
+        "losses of pairs: how much the chosen answer's own likelihood, the mean of its tokens, counts beside the"
+        " preference (default: orpo 1, else 0)",
+        least=0,
+    )
+    label_smoothing: float = TRAINING(
+        0.0,
+        "losses of pairs: the share of pairs expected to be the wrong way round",
+        least=0,
+        most=0.5,
+    )
+    length_normalized: bool = TRAINING(
+        False, "dpo: mean log-probabilities of an answer's tokens, not their sum"
+    )
+    reference_free: bool = TRAINING(False, "dpo: leave the base out of the rewards")
+
+    teacher: Path | None = TRAINING(
+        None,
+        "a larger model with the same vocabulary, a GGUF file, whose likeliest tokens the tuned model learns, too; it"
+        " reads the data once, before step 1",
+    )
+    distill_weight: float = TRAINING(
+        0.5, "with --teacher: its share of the loss; the rest is the data's", least=1e-6, most=1
+    )
+    distill_temperature: float = TRAINING(
+        1.0,
+        "with --teacher: what both models' logits are divided by; other than 1, logits are computed twice unless"
+        " --distill-weight is 1",
+        least=0.05,
+        most=100,
+    )
+    distill_top: int = TRAINING(
+        16, "with --teacher: how many of its likeliest tokens count", least=1, most=128
+    )
+
+    replay: int | None = TRAINING(
+        None,
+        "texts that the base writes before step 1; the tuned model stays near the base in them, so that it forgets"
+        " less; 0: none (default: 64, for adapters that learn answers)",
+        least=0,
+        most=100_000,
+    )
+    replay_weight: float = TRAINING(
+        3.0, "how much these texts count, where the data counts 1", least=1e-6, most=1e6
+    )
+
+    mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
+    train_on: str = DATA(
+        "all", "which of the assistant's turns to train on", choices=("all", "last")
+    )
+    truncate: str = DATA(
+        "end", "what to do with conversations longer than the context", choices=TRUNCATE
+    )
+    chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    pack: bool = DATA(True, "pack several samples into one sequence")
+
+    batch_size: int = TRAINING(
+        0, "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 180 steps", least=0
+    )
+    epochs: float | None = TRAINING(
+        None,
+        "passes over the data, in place of --iters (default: 3 to 1, for few examples up to 12: 180 steps or more)",
+        least=0.001,
+        most=1e6,
+    )
+    val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
+    lr: float | None = TRAINING(
+        None,
+        "peak learning rate (default: 1e-4 at a width of 4096, 4.4e-4 at 640; a tenth with --full or for pairs; 1 with"
+        " lbfgs)",
+        flags="--learning-rate -lr",
+        least=0,
+    )
+    warmup_ratio: float = TRAINING(
+        0.03, "share of the steps used for learning-rate warm-up", least=0, most=1
+    )
+    weight_decay: float = TRAINING(0.01, "weight decay", least=0)
+
+    @property
+    def usual_rate(self) -> float:
+        """The rate of runs from before it followed from the width; see training.tune_defaults for later ones."""
+        usual = FULL_RATE if self.full else LORA_RATE
+        return usual if self.loss == NEXT_TOKEN else usual / 10
+
+    @property
+    def distill(self) -> Distill | None:
+        """What a teacher's part in the loss is."""
+        if self.teacher is None:
+            return None
+        return Distill(self.distill_weight, self.distill_temperature, self.distill_top)
+
+    @property
+    def preference(self) -> Preference | None:
+        """The loss of pairs that is asked for. Raises InputError for settings that it has not."""
+        of = {
+            "beta": (*KINDS,),
+            "sft_weight": (*KINDS,),
+            "gamma": ("dpo", "simpo", "orpo"),
+            "label_smoothing": ("dpo", "simpo", "orpo"),
+            "length_normalized": ("dpo",),
+            "reference_free": ("dpo",),
+        }
+        for name, losses in of.items():
+            if getattr(self, name) and self.loss not in losses:
+                flag = name.replace("_", "-")
+                raise InputError(
+                    f"--{flag}: --loss {self.loss} has no such setting; {', '.join(losses)} have"
+                )
+        if self.loss == NEXT_TOKEN:
+            return None
+        if self.truncate == "split":
+            raise InputError(
+                f"--truncate split: --loss {self.loss} needs whole answers; give end or drop"
+            )
+        return preference(
+            self.loss,
+            beta=self.beta,
+            gamma=self.gamma,
+            nll=self.sft_weight,
+            smoothing=self.label_smoothing or None,
+            measure="mean" if self.length_normalized else None,
+            reference=False if self.reference_free else None,
+        )

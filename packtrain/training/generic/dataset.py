@@ -1,0 +1,105 @@
+"""Datasets: datapoints by the names of a model's inputs, in shards that stay together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.common.text import plural
+
+Values = dict[str, np.ndarray]
+PART_NBYTES = 1 << 17  # taken from a column at a time, where its type or layout is not the batch's
+
+
+class Dataset:
+    """Arrays by input name; their first axis counts datapoints. Arrays are used as they are, also mapped ones.
+
+    columns  inputs and labels of any type; quantized ones are arrays of blocks
+    shard    datapoints per shard: neighbours that stay together, in order, when the data is shuffled
+    Raises InputError: no columns, no datapoints, different lengths, or a shard that does not divide them.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], *, shard: int = 1) -> None:
+        if not isinstance(columns, Mapping):
+            raise InputError(
+                f"a dataset is a dict of arrays by the names of the model's inputs, not a {type(columns).__name__}"
+            )
+        self.columns: Values = {name: _array(name, values) for name, values in columns.items()}
+        self.shard = shard
+        scalars = [name for name, values in self.columns.items() if not values.ndim]
+        if scalars or not self.columns:
+            raise InputError(
+                f"the dataset has {'a single number as ' + scalars[0] if scalars else 'no columns'};"
+                " give arrays by the names of the model's inputs"
+            )
+        counts = {name: len(values) for name, values in self.columns.items()}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name} has {count:,}" for name, count in counts.items())
+            raise InputError(f"columns of a dataset must be equally long: {listed}")
+        if not len(self):
+            raise InputError("the dataset is empty")
+        if not isinstance(shard, int | np.integer) or shard < 1 or len(self) % shard:
+            raise InputError(
+                f"shard={shard} must be 1 or more and divide {plural(len(self), 'datapoint')}"
+            )
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def shuffled(self, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """The positions of `order` with its shards in another order, drawn by (seed, epoch)."""
+        shards = order.reshape(-1, self.shard)
+        return shards[np.random.default_rng([seed, epoch]).permutation(len(shards))].reshape(-1)
+
+    def batches(
+        self, size: int, order: np.ndarray | None = None, into: Values | None = None
+    ) -> Iterator[Values]:
+        """`size` datapoints each, in the order of positions; an incomplete last batch is left out.
+
+        into  arrays of at least `size` datapoints that every batch overwrites, in types of their own; None: each
+              batch has its own arrays
+        Raises InputError for positions outside the dataset, and whole numbers that do not fit their type.
+        """
+        places = np.arange(len(self)) if order is None else self._checked(order)
+        for at in range(0, len(places) - size + 1, size):
+            batch = {n: a[:size] for n, a in (into or self._space(size)).items()}
+            for name, values in self.columns.items():
+                _take(name, values, places[at : at + size], batch[name])
+            yield batch
+
+    def _space(self, size: int) -> Values:
+        return {name: np.empty((size, *v.shape[1:]), v.dtype) for name, v in self.columns.items()}
+
+    def _checked(self, order: np.ndarray | Sequence[int]) -> np.ndarray:
+        places = np.asarray(order)
+        wrong = places.dtype.kind not in "iu" or places.ndim != 1
+        if wrong or (places.size and not 0 <= places.min() <= places.max() < len(self)):
+            raise InputError(
+                f"an order lists positions of datapoints, whole numbers from 0 to {len(self) - 1}"
+            )
+        return places
+
+
+def _array(name: str, values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise InputError(f"{name} is no array: {error}") from None
+
+
+def _take(name: str, values: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+    """Rows of values into `out`. Never a copy of all values, nor a large one of the rows."""
+    if values.dtype == out.dtype and values.flags.c_contiguous:
+        np.take(values, places, 0, out, "clip")  # any other mode copies the rows once more
+        return
+    nbytes = values.nbytes // len(values)
+    step = max(PART_NBYTES // max(nbytes, 1), 1)
+    for at in range(0, len(places), step):
+        part = values[places[at : at + step] if step > 1 else slice(places[at], places[at] + 1)]
+        if part.size and out.dtype.kind in "iu" and not np.can_cast(part.dtype, out.dtype):
+            low, high, kind = part.min(), part.max(), np.iinfo(out.dtype)
+            if low < kind.min or high > kind.max:
+                raise InputError(f"{name} has values from {low} to {high}; {out.dtype} ends before")
+        with np.errstate(over="ignore"):  # infinite then, which the loss shows
+            out[at : at + step] = part

@@ -1,0 +1,191 @@
+"""Epochs over a dataset: training and evaluation, with callbacks around every batch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.common.text import plural
+from packtrain.engine.tensor import Spec
+from packtrain.training.generic.dataset import Dataset
+from packtrain.training.generic.fit_result import Result
+from packtrain.training.generic.fit_variants import WHOLE
+from packtrain.training.generic.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch, as callbacks see it: before it runs and after it. They may change `trainer.lr` and `trainer.change`.
+
+    train          a step; otherwise a physical batch of an evaluation
+    number, count  of this batch from 1, and of all in the epoch
+    result         of the epoch so far
+    """
+
+    trainer: Trainer
+    train: bool
+    epoch: int
+    number: int
+    count: int
+    result: Result
+
+
+Callback = Callable[[Batch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """Functions that are called before and after every training step, and every batch of an evaluation."""
+
+    before: Callback | None = None
+    after: Callback | None = None
+    before_evaluation: Callback | None = None
+    after_evaluation: Callback | None = None
+
+    def __call__(self, batch: Batch, *, after: bool) -> None:
+        if batch.train:
+            called = self.after if after else self.before
+        else:
+            called = self.after_evaluation if after else self.before_evaluation
+        if called is not None:
+            called(batch)
+
+
+NONE = Callbacks()
+
+
+def epoch(
+    trainer: Trainer,
+    data: Dataset | Mapping[str, Any],
+    split: int | None = None,
+    *,
+    order: np.ndarray | None = None,
+    callbacks: Callbacks = NONE,
+    number: int = 1,
+    keep: bool = False,
+) -> tuple[Result, Result]:
+    """Train on the first `split` datapoints (None: all) and evaluate on the rest; the results of both.
+
+    data    a Dataset, or its columns by name
+    order   positions of the datapoints; None: as they are
+    keep    keep predictions
+    Incomplete batches are left out: `split` and the rest should be multiples of the logical and physical batch.
+    Raises InputError for data that does not fit the model; NotFinite.
+    """
+    data = dataset(data)
+    check(trainer, data)
+    places = np.arange(len(data)) if order is None else np.asarray(order)
+    at = len(places) if split is None else split
+    if not isinstance(at, int | np.integer) or not 0 <= at <= len(places):
+        raise InputError(f"split={split!r} must be a whole number from 0 to {len(places)}")
+    mean = trainer.model.mean
+    learnt, tested = Result(mean, keep), Result(mean, keep)
+    if at:
+        for _ in steps(trainer, data, places[:at], learnt, callbacks, number):
+            pass
+        trainer.check_finite()
+    if at < len(places):
+        evaluate(trainer, data, places[at:], tested, callbacks, number)
+    return learnt, tested
+
+
+def steps(
+    trainer: Trainer,
+    data: Dataset,
+    order: np.ndarray,
+    result: Result,
+    callbacks: Callbacks = NONE,
+    number: int = 1,
+) -> Iterator[float]:
+    """Train on the datapoints in this order; yields the gradient norm after each step. Raises NotFinite."""
+    count = len(order) // trainer.batch
+    for at, values in enumerate(trainer.batches(data, trainer.batch, order), 1):
+        seen = Batch(trainer, True, number, at, count, result)
+        callbacks(seen, after=False)
+        done = trainer.step(values)
+        for outputs in done.outputs:
+            _add(result, trainer, outputs)
+        callbacks(seen, after=True)
+        yield done.norm
+
+
+def evaluate(
+    trainer: Trainer,
+    data: Dataset,
+    order: np.ndarray | None = None,
+    result: Result | None = None,
+    callbacks: Callbacks = NONE,
+    number: int = 1,
+) -> Result:
+    """Loss, accuracy and predictions over a dataset, by the forward graph alone."""
+    result = result or Result(trainer.model.mean)
+    count = len(data if order is None else order) // trainer.rows
+    for at, values in enumerate(trainer.batches(data, trainer.rows, order), 1):
+        seen = Batch(trainer, False, number, at, count, result)
+        callbacks(seen, after=False)
+        _add(result, trainer, trainer.forward(values))
+        callbacks(seen, after=True)
+    return result
+
+
+def _add(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
+    """Add a physical batch's outputs."""
+    correct = outputs.get("correct")
+    loss = float(outputs.get(WHOLE, outputs["loss"]))
+    right, labels = None if correct is None else int(correct), trainer.model.label_count
+    result.add(trainer.rows, loss, right, outputs.get("predictions"), labels)
+
+
+def dataset(data: Dataset | Mapping[str, Any]) -> Dataset:
+    return data if isinstance(data, Dataset) else Dataset(data)
+
+
+def check(trainer: Trainer, data: Dataset, what: str = "the dataset") -> None:
+    """Raise InputError unless the columns, and the inputs that are not data, fit the model's inputs."""
+    inputs, others, rows = trainer.form.inputs, trainer.inputs(0), trainer.rows
+    for name, values in data.columns.items():
+        if name not in inputs:
+            raise InputError(
+                f"{what} has {name}, which is no input of the model; it has {', '.join(inputs)}"
+            )
+        _check_column(name, values, inputs[name], rows)
+    _check_labels(trainer, data)
+    missing = [name for name in inputs if name not in data.columns and name not in others]
+    if missing:
+        raise InputError(f"{what} has no {missing[0]}, an input of the model")
+    if len(data) < rows:
+        raise InputError(
+            f"a batch of {rows:,} is more than the {plural(len(data), 'datapoint')} of {what}"
+        )
+
+
+def _check_labels(trainer: Trainer, data: Dataset) -> None:
+    """Raise InputError for a class that the model does not have."""
+    name, classes = trainer.model.classes
+    if name not in data.columns:
+        return
+    values = data.columns[name]
+    wrong = np.argwhere((values < 0) | (values >= classes))
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise InputError(
+            f"{name}[{', '.join(map(str, at))}] is {values[at]}; classes are whole numbers from 0 to {classes - 1}"
+        )
+
+
+def _check_column(name: str, values: np.ndarray, spec: Spec, rows: int) -> None:
+    shape, kind, given = spec.dtype.array_shape(spec.shape), spec.dtype.numpy, values.shape[1:]
+    if not shape or shape[0] != rows:
+        raise InputError(f"{name} is {spec} in a model of {plural(rows, 'datapoint')}: no column")
+    if given != shape[1:]:
+        raise InputError(
+            f"{name} is {spec} in the model, of shape {list(shape[1:])} for each datapoint;"
+            f" those of the data have {list(given)}"
+        )
+    if not np.can_cast(values.dtype, kind, "same_kind"):
+        raise InputError(
+            f"{name} is {spec} in the model and {values.dtype} in the data; convert it, as with"
+            f" .astype({kind.name!r})"
+        )

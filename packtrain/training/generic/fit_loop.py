@@ -1,0 +1,291 @@
+"""`fit`: epochs of training and validation, with the files of a run if asked."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.common.memory import Peak
+from packtrain.common.signals import stop_on_interrupt
+from packtrain.common.text import plural
+from packtrain.engine.memory_plan import size_text
+from packtrain.engine.optim import AdamW, Optimizer
+from packtrain.engine.tensor import Tensor
+from packtrain.training.generic.dataset import Dataset
+from packtrain.training.generic.epochs import (
+    NONE,
+    Batch,
+    Callbacks,
+    check,
+    dataset,
+    evaluate,
+    steps,
+)
+from packtrain.training.generic.fit_model import Model
+from packtrain.training.generic.fit_record import Record
+from packtrain.training.generic.fit_result import Result
+from packtrain.training.generic.fit_variants import Build
+from packtrain.training.generic.trainer import Trainer
+from packtrain.training.lr_schedule import Schedule
+from packtrain.training.monitoring.curve import Curve
+from packtrain.training.monitoring.notebook import Html, to_frame
+
+Say = Callable[[str], None]
+KINDS = ("cosine", "linear", "constant")
+ORDERS_NBYTES = 4 * 8  # positions of a datapoint, while an epoch is shuffled
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """An epoch's results and seconds; `validated` has no data where nothing is held out."""
+
+    number: int
+    trained: Result
+    validated: Result
+    seconds: float
+
+    def __str__(self) -> str:
+        """`epoch 3: loss 0.0712±0.0004 acc 97.90±0.14%, val 0.0801±0.0011 97.1±0.2%, 1.2 s`, in 80 columns."""
+        valid = f", val {self.validated.brief.replace(' acc', '')}" if self.validated.ndata else ""
+        return f"epoch {self.number}: loss {self.trained.brief}{valid}, {self.seconds:.1f} s"
+
+
+@dataclass(slots=True, repr=False)
+class Fitted:
+    """What `fit` returns. `stopped`: it was asked to stop; the same call with resume=True goes on.
+
+    peak_nbytes  private memory of the process at its peak; compare trainer.planned_nbytes
+    """
+
+    trainer: Trainer
+    epochs: list[Epoch] = field(default_factory=list)
+    peak_nbytes: int = 0
+    stopped: bool = False
+
+    @property
+    def weights(self) -> Mapping[str, np.ndarray]:
+        """Weights by name, as `save` takes them."""
+        return self.trainer.weights
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Of each epoch: its number and seconds, its loss, and that of validation."""
+        return [
+            {
+                "epoch": epoch.number,
+                "seconds": epoch.seconds,
+                "loss": epoch.trained.loss,
+                "val_loss": epoch.validated.loss if epoch.validated.ndata else math.nan,
+            }
+            for epoch in self.epochs
+        ]
+
+    def to_frame(self) -> Any:
+        """The history as a pandas DataFrame. Raises InputError without pandas."""
+        return to_frame(self.history)
+
+    def plot(self) -> Html:
+        """Loss and validation loss over epochs, as a notebook shows it."""
+        curve = Curve()
+        for record in self.history:
+            curve.add({"step": record["epoch"], **record})
+        return Html(curve.svg())
+
+    def __repr__(self) -> str:
+        last = f"; {self.epochs[-1]}" if self.epochs else ""
+        stopped = ", stopped: resume=True goes on" if self.stopped else ""
+        return f"Fitted({plural(len(self.epochs), 'epoch')}{stopped}{last})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>{self.plot().html}"
+
+
+def fit(
+    model: "Model | Tensor | Build",
+    data: "Dataset | Mapping[str, Any]",
+    optimizer: Optimizer | None = None,
+    *,
+    epochs: int = 1,
+    batch: int | None = None,
+    val_split: float = 0.0,
+    valid: "Dataset | Mapping[str, Any] | None" = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    schedule: Callable[[int], float] | str | None = None,
+    callbacks: Callbacks = NONE,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    on_message: Say = lambda text: None,
+    **trainer: Any,
+) -> Fitted:
+    """Train a model on a dataset for some epochs.
+
+        done = pt.fit(net, {"x": images, "y": labels}, pt.AdamW(lr=1e-3), epochs=30, batch=1000, val_split=0.05)
+
+    model      see Trainer, as for more arguments: physical, memory, max_norm, order, device, values, evaluated, inputs
+    batch      datapoints per step; of these, `physical` at a time
+    val_split  share of the data held out for validation, drawn by `seed`; or give `valid`, which is never trained on
+    schedule   learning rate by the number of the step, or cosine, linear, constant; default: the optimizer's
+    folder     where to write checkpoints, metrics.jsonl, loss.svg and plan.html; `resume` continues, to `epochs` in all
+    stop       asked after each step whether to save and stop; Ctrl-C does so, too
+    on_message called with what was chosen, and a line per epoch: `print` shows them
+    Raises InputError, GraphError; DoesNotFit with the least memory that would do; NotFinite.
+    """
+    learnt, held = dataset(data), None if valid is None else dataset(valid)
+    _check(epochs, callbacks, val_split, held)
+    own = {"seed": seed, "beside": ORDERS_NBYTES * len(learnt), "on_message": on_message}
+    runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer | own)
+    course = _course(runs, learnt, held, val_split, seed if shuffle else None, on_message)
+    course.callbacks = _scheduled(callbacks, schedule, runs.lr, epochs * course.steps)
+    record = Record(folder, runs, course.about, resume, on_message)
+    return _run(course, epochs, record, stop, on_message)
+
+
+def _check(epochs: int, callbacks: Callbacks, val_split: float, held: object) -> None:
+    if not isinstance(epochs, int | np.integer) or epochs < 0:
+        raise InputError(f"epochs={epochs!r} must be a whole number, 0 or more")
+    if not isinstance(callbacks, Callbacks):
+        raise InputError(f"callbacks={callbacks!r} must be Callbacks, such as Callbacks(after=…)")
+    if not isinstance(val_split, float | int | np.number) or not 0 <= val_split < 1:
+        raise InputError(f"val_split={val_split!r} must be at least 0 and less than 1")
+    if held is not None and val_split:
+        raise InputError("val_split holds out a part of the data; give it or valid, not both")
+
+
+def _run(
+    course: "Course", epochs: int, record: Record, stop: Callable[[], bool], say: Say
+) -> Fitted:
+    runs = course.trainer
+    say(f"{runs.form}; memory: {size_text(runs.planned_nbytes)} planned")
+    fitted = Fitted(runs)
+    with Peak() as peak, stop_on_interrupt() as interrupted, record:
+        while runs.done < epochs * course.steps and not fitted.stopped:
+            done = course.epoch(record, lambda: interrupted() or stop())
+            fitted.stopped = done is None
+            if done is not None:
+                fitted.epochs.append(done)
+                say(str(done))
+        record.save()
+    if not fitted.stopped:
+        runs.check_finite()
+    fitted.peak_nbytes = peak.nbytes
+    return fitted
+
+
+@dataclass(slots=True)
+class Course:
+    """The data of a run and its order: positions for training and for validation.
+
+    seed   of the order of each epoch; None: as the data is
+    """
+
+    trainer: Trainer
+    data: Dataset
+    train: np.ndarray
+    held: Dataset
+    valid: np.ndarray
+    seed: int | None
+    callbacks: Callbacks = NONE
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return len(self.train) // self.trainer.batch
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What must be equal to resume."""
+        batch, seed = self.trainer.batch, self.seed
+        return {"datapoints": len(self.train), "batch": batch, "seed": seed, "steps": self.steps}
+
+    def epoch(self, record: Record, stop: Callable[[], bool]) -> Epoch | None:
+        """The rest of the current epoch, with validation; None if it was stopped."""
+        trainer, began = self.trainer, time.perf_counter()
+        number, before = divmod(trainer.done, self.steps)
+        number += 1
+        order = self.train
+        if self.seed is not None:
+            order = self.data.shuffled(order, self.seed, number)
+        learnt = Result(trainer.model.mean)
+        order = order[before * trainer.batch :]
+        for norm in steps(trainer, self.data, order, learnt, self.callbacks, number):
+            record.step(learnt, norm)
+            if trainer.done % self.steps and stop():
+                return None
+        tested = Result(trainer.model.mean)
+        if len(self.valid):
+            evaluate(trainer, self.held, self.valid, tested, self.callbacks, number)
+        record.epoch(tested)
+        return Epoch(number, learnt, tested, time.perf_counter() - began)
+
+
+def _course(
+    trainer: Trainer,
+    learnt: Dataset,
+    held: Dataset | None,
+    val_split: float,
+    seed: int | None,
+    say: Say,
+) -> Course:
+    """The datasets, checked against the model, in whole batches. Raises InputError."""
+    check(trainer, learnt)
+    order = np.arange(len(learnt))
+    if seed is not None:
+        order = learnt.shuffled(order, seed, 0)
+    split, rest = len(order), order[:0]
+    if held is not None:
+        check(trainer, held, "the validation data")
+        rest = np.arange(len(held))
+    elif val_split:
+        split = round(split * (1 - val_split))
+        rest = order[split // trainer.batch * trainer.batch :]
+    used = split // trainer.batch * trainer.batch
+    if not used:
+        of = f" of {len(order):,}" if split < len(order) else ""
+        count = plural(split, "datapoint") + of
+        raise InputError(f"batch={trainer.batch} is more than the {count} to train on")
+    if val_split and rest.size < trainer.rows:
+        raise InputError(
+            f"val_split={val_split} holds out {plural(rest.size, 'datapoint')}, fewer than"
+            f" the {trainer.rows:,} that are evaluated at a time"
+        )
+    if trainer.batch % learnt.shard:
+        raise InputError(f"batch={trainer.batch} must be a multiple of shard={learnt.shard}")
+    for what, left in (
+        ("training", 0 if val_split else split - used),
+        ("validation", rest.size % trainer.rows),
+    ):
+        if left:
+            say(f"{plural(left, 'datapoint')} of {what} make no whole batch and are left out")
+    return Course(trainer, learnt, order[:used], held or learnt, rest, seed)
+
+
+def _scheduled(
+    callbacks: Callbacks, schedule: Callable[[int], float] | str | None, lr: float, steps: int
+) -> Callbacks:
+    """The callbacks, of which the first sets the rate of its step.
+
+    A name is a schedule of `train`: warm-up over a twentieth of the steps, then decay to a hundredth of the rate.
+    """
+    if schedule is None:
+        return callbacks
+    if schedule not in KINDS and not callable(schedule):
+        names = ", ".join(KINDS)
+        raise InputError(f"schedule={schedule!r} must be a function of the step, or one of {names}")
+    if isinstance(schedule, str):
+        schedule = Schedule(schedule, lr, lr / 100, steps // 20, steps).rate
+    rate, own = schedule, callbacks.before
+
+    def before(batch: Batch) -> None:
+        batch.trainer.lr = rate(batch.trainer.done + 1)
+        if own is not None:
+            own(batch)
+
+    return replace(callbacks, before=before)

@@ -1,0 +1,126 @@
+"""A model to train: its loss, and what results report beside it."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from packtrain.dtypes import TRAINABLE, f32, i32
+from packtrain.engine import ops
+from packtrain.engine.graph import Graph
+from packtrain.engine.tensor import GraphError, Tensor, constant
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The loss of a physical batch, as tensors; the first axis of its inputs counts datapoints.
+
+    loss         ()  f32
+    predictions  (B, C) f32 scores of classes or (B,) i32 class ids, for accuracy; or any output to be kept
+    labels       (B,) i32 class ids or (B, C) f32 probabilities: what predictions should be; without, no accuracy
+    mean         the loss is a mean over datapoints, otherwise a sum
+    frozen       name patterns of weights that are not trained
+    """
+
+    loss: Tensor
+    predictions: Tensor | None = None
+    labels: Tensor | None = None
+    mean: bool = True
+    frozen: tuple[str, ...] | str = ()
+
+    @classmethod
+    def cross_entropy(cls, logits: Tensor, labels: Tensor) -> "Model":
+        """Mean cross-entropy of logits (B, C) against class ids (B,) i32 or probabilities (B, C) f32."""
+        if len(logits.shape) != 2 or labels.shape not in (logits.shape, logits.shape[:1]):
+            raise GraphError(
+                f"cross_entropy: logits are {logits.spec} and labels {labels.spec};"
+                " they must be f32[B, C], and i32[B] or f32[B, C]"
+            )
+        rows = logits.shape[0]
+        weights = constant("weights", np.full(rows, 1 / max(rows, 1)))
+        how = ops.cross_entropy if labels.dtype == i32 else ops.soft_cross_entropy
+        return cls(how(logits, labels, weights)[0], logits, labels)
+
+    @classmethod
+    def mean_squared_error(cls, outputs: Tensor, targets: Tensor) -> "Model":
+        """Mean of (outputs - targets)² over all elements."""
+        return cls(ops.mean_squared_error(outputs, targets), outputs)
+
+    @classmethod
+    def average(cls, outputs: Tensor) -> "Model":
+        """The mean of all outputs as the loss."""
+        return cls(ops.mean(outputs), outputs)
+
+    @classmethod
+    def total(cls, outputs: Tensor) -> "Model":
+        """The sum of all outputs as the loss."""
+        return cls(ops.sum(outputs), outputs, mean=False)
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """`loss`, and where there are any, `predictions` and the number of `correct` ones."""
+        found = {"loss": self.loss}
+        if self.predictions is not None:
+            found["predictions"] = self.predictions
+        if self.predictions is not None and self.labels is not None:
+            found["correct"] = ops.count_equal(_classes(self.predictions), _classes(self.labels))
+        return found
+
+    @property
+    def label_count(self) -> int | None:
+        """Labels of a physical batch: one for each row of scores, which may be several for a datapoint."""
+        labels = self.labels
+        if labels is None:
+            return None
+        return int(np.prod(labels.shape if labels.dtype == i32 else labels.shape[:-1]))
+
+    @property
+    def classes(self) -> tuple[str, int]:
+        """The input that has class ids, and how many classes there are; ("", 0) if none is known."""
+        scores, labels = self.predictions, self.labels
+        if scores is None or labels is None or (scores.dtype, labels.dtype) != (f32, i32):
+            return "", 0
+        leaves = Graph([labels]).leaves
+        return (leaves[0].label, scores.shape[-1]) if len(leaves) == 1 else ("", 0)
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return Graph(self.outputs).leaves
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        return {leaf.label: leaf for leaf in self.leaves if leaf.kind == "input"}
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Weights of the loss that are trained: f32 or bf16, not frozen. Raises GraphError."""
+        patterns = (self.frozen,) if isinstance(self.frozen, str) else self.frozen
+        weights = [leaf for leaf in Graph([self.loss]).leaves if leaf.role == "weight"]
+        for pattern in patterns:
+            if not any(fnmatchcase(leaf.label, pattern) for leaf in weights):
+                names = ", ".join(leaf.label for leaf in weights)
+                raise GraphError(f"frozen={pattern!r} is no weight of the loss; it has {names}")
+        return [
+            leaf
+            for leaf in weights
+            if leaf.dtype in TRAINABLE
+            and not any(fnmatchcase(leaf.label, pattern) for pattern in patterns)
+        ]
+
+
+def _classes(t: Tensor) -> Tensor:
+    """Class ids (B,) i32 of scores, or as they are."""
+    return ops.argmax(t) if t.dtype == f32 else t
+
+
+def initial(leaf: Tensor, seed: int) -> np.ndarray:
+    """A first value of a weight: matrices and filters normal with variance 1 / inputs of an output, vectors 0.
+
+    Vectors whose names speak of a norm and not of its bias are 1. Drawn by (seed, name).
+    """
+    if len(leaf.shape) < 2:
+        one = "norm" in leaf.label and "bias" not in leaf.label
+        return np.full(leaf.shape, float(one), np.float32)
+    rng = np.random.default_rng([seed, *leaf.label.encode()])
+    drawn = rng.standard_normal(leaf.shape, dtype=np.float32)
+    return drawn * np.float32(np.prod(leaf.shape[1:]) ** -0.5)

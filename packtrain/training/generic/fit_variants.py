@@ -1,0 +1,250 @@
+"""The ways to run a step of a model, with their plans: how much at a time, and what is kept for the backward pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.memory import private_nbytes, settle
+from packtrain.common.text import plural
+from packtrain.engine import ops
+from packtrain.engine.backends import HOST, Target, aligned
+from packtrain.engine.graph import Graph
+from packtrain.engine.memory_plan import Plan, least_order, make_plan, size_text
+from packtrain.engine.optim import Optimizer, accumulating, training, updating
+from packtrain.engine.placement import Placed, place
+from packtrain.engine.tensor import GraphError, Spec, Tensor
+from packtrain.planner.training_plans import (
+    BOUND_NBYTES,
+    EVALUATE,
+    LOOP_NBYTES,
+    MICRO,
+    STEP,
+    UPDATE,
+    Name,
+)
+from packtrain.training.generic.fit_model import Model
+
+Build = Callable[[int], "Model | Tensor"]
+WHOLE = "whole"  # the loss of a physical batch, where `loss` is its share of a step
+KERNELS_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
+PART_NBYTES = 2 << 10  # objects of a physical batch: its arrays, and those of its outputs
+
+
+@dataclass(frozen=True)
+class Form:
+    """Plans of a step: `micros` physical batches of `rows` datapoints.
+
+    copies      of a step's data: more than one if it is compared with the next step's
+    recomputed  which forward values the backward pass computes again; empty: none
+    """
+
+    model: Model
+    evaluated: Model
+    rows: int
+    micros: int
+    recomputed: str
+    copies: int
+    placed: dict[Name, Placed]
+    plans: dict[Name, Plan]
+
+    @property
+    def largest(self) -> Plan:
+        """The plan with the largest arena, which all share."""
+        return max(self.plans.values(), key=lambda plan: plan.arena().nbytes)
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Weights and states of all graphs by name."""
+        found = (leaf for placed in self.placed.values() for leaf in placed.graph.leaves)
+        return {leaf.label: leaf for leaf in found if leaf.role}
+
+    @property
+    def inputs(self) -> dict[str, Spec]:
+        """Inputs of both models by name."""
+        both = {**self.evaluated.inputs, **self.model.inputs}
+        return {name: leaf.spec for name, leaf in both.items()}
+
+    @property
+    def arena_nbytes(self) -> int:
+        return max(plan.arena(HOST).nbytes for plan in self.plans.values())
+
+    @property
+    def loop_nbytes(self) -> int:
+        """Bytes outside the session: copies of a step's data and of its outputs, executors, files."""
+        outputs, inputs = self.model.outputs.values(), [*self.inputs.values()]
+        calls = sum(len(placed.graph.calls) for placed in self.placed.values())
+        data = sum(s.nbytes for s in inputs) * self.copies + 2 * sum(t.spec.nbytes for t in outputs)
+        compared = max(s.size for s in inputs) if inputs and self.copies > 1 else 0
+        parts = self.micros * (data + PART_NBYTES * self.copies)
+        return KERNELS_NBYTES + LOOP_NBYTES + BOUND_NBYTES * calls + parts + compared
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes that a run adds to the process, by what they are for."""
+        by_role = dict.fromkeys(("weight", "table", "moment", "sum"), 0)
+        homes = {t.label: b for p in self.placed.values() for t, b in p.home.items()}
+        for name, leaf in self.leaves.items():
+            by_role[leaf.role or ""] += aligned(leaf.spec.nbytes, homes[name].alignment)
+        constants = sum(plan.arena(HOST).constant_nbytes for plan in self.plans.values())
+        return {
+            "weights": by_role["weight"] + by_role["table"],
+            "optimizer state": by_role["moment"],
+            "sums of gradients": by_role["sum"],
+            "constants": constants,
+            "arena": self.arena_nbytes,
+            "data and loop": self.loop_nbytes,
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a run adds to the process."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        how = f", {self.recomputed} recomputed" if self.recomputed else ""
+        return f"{self.micros} × {plural(self.rows, 'datapoint')} per step{how}"
+
+
+def choose(
+    asked: "Asked", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
+) -> Form:
+    """The fastest form within a limit of bytes of the process. Raises DoesNotFit with the least limit."""
+    least: Form | None = None
+    before = private_nbytes()
+    for rows in asked.sizes():
+        for recomputed in ("", "all but products", "all but some products"):
+            form = build(asked, rows, recomputed, optimizer, target)
+            if form is None:
+                continue
+            if baseline + form.nbytes <= limit:
+                return form
+            if least is None or form.nbytes < least.nbytes:
+                least = form
+    assert least is not None
+    settle()
+    baseline += max(private_nbytes() - before, 0)  # the search left plans and heaps with free room
+    needed = -(-(baseline + least.nbytes) >> 20)
+    parts = [f"  {size_text(nbytes):>10}  {what}" for what, nbytes in least.parts.items() if nbytes]
+    raise DoesNotFit(
+        "\n".join(
+            [
+                f"this does not fit into {size_text(int(limit))}; the smallest memory that would do is {needed}MiB",
+                f"  that is with {least}",
+                f"  {size_text(baseline):>10}  the process before it",
+                *parts,
+            ]
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller asks for: a model of one size, or a function from a number of datapoints to the model."""
+
+    model: "Model | Tensor | Build"
+    evaluated: "Model | Build | None" = None
+    batch: int | None = None
+    physical: int | None = None
+    max_norm: float | None = None
+    order: str = "written"
+
+    def sizes(self) -> list[int]:
+        """Possible numbers of datapoints at a time, largest first. Raises InputError."""
+        for name, number in (("batch", self.batch), ("physical", self.physical)):
+            if number is not None and (not isinstance(number, int | np.integer) or number < 1):
+                raise InputError(f"{name}={number!r} must be a whole number, 1 or more")
+        if isinstance(self.model, Model | Tensor):
+            sizes = [self._own_size()]
+        elif self.physical is not None:
+            sizes = [self.physical]
+        elif self.batch is None:
+            raise InputError("batch must be given: the number of datapoints per step")
+        else:
+            sizes = [n for n in range(self.batch, 0, -1) if self.batch % n == 0]
+        wrong = [n for n in sizes if (self.batch or n) % n]
+        if wrong:
+            raise InputError(
+                f"batch={self.batch} must be a multiple of the physical batch, {wrong[0]}"
+            )
+        return sizes
+
+    def _own_size(self) -> int:
+        inputs = self.at(0).inputs
+        sizes = {name: leaf.shape[0] for name, leaf in inputs.items() if leaf.shape}
+        rows = next(iter(sizes.values()), 0)
+        if self.physical not in (None, rows):
+            raise InputError(
+                f"physical={self.physical}, but the model is built for {plural(rows, 'datapoint')};"
+                " give a function from their number to the model"
+            )
+        if not rows:
+            raise InputError("the model has no inputs with an axis of datapoints")
+        return rows
+
+    def at(self, rows: int, evaluated: bool = False) -> Model:
+        """The model for so many datapoints at a time."""
+        asked = self.evaluated if evaluated and self.evaluated is not None else self.model
+        found = asked if isinstance(asked, Model | Tensor) else asked(rows)
+        if not isinstance(found, Model | Tensor):
+            raise GraphError(f"the model is {found!r}; it must be a Model, or a scalar loss")
+        return Model(found) if isinstance(found, Tensor) else found
+
+
+def build(
+    asked: Asked, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
+) -> Form | None:
+    """The form with its plans; None if nothing would be recomputed though it is asked for."""
+    model, micros = asked.at(rows), (asked.batch or rows) // rows
+    evaluated = asked.at(rows, evaluated=True)
+    graphs = {EVALUATE: Graph(evaluated.outputs)}
+    if optimizer is not None:
+        keep = _kept(model, recomputed)
+        if recomputed and not keep:
+            return None
+        graphs |= _training(model, optimizer, micros, keep, asked.max_norm)
+    elif recomputed:
+        return None
+    least = asked.order == "least"
+    placed: dict[Name, Placed] = {
+        name: place(graph, target, least_order(graph, target) if least else None)
+        for name, graph in graphs.items()
+    }
+    plans = {name: make_plan(p) for name, p in placed.items()}
+    copies = 3 if optimizer is not None and optimizer.evaluations > 1 else 1
+    return Form(model, evaluated, rows, micros, recomputed, copies, placed, plans)
+
+
+def _training(
+    model: Model, optimizer: Optimizer, micros: int, keep: list[Tensor] | None, norm: float | None
+) -> dict[str, Graph]:
+    trained = model.trained
+    if norm is not None and optimizer.first_length is not None:
+        raise InputError(f"{optimizer.name} finds the length of its steps itself, without max_norm")
+    if norm is not None and not norm > 0:
+        raise InputError(f"max_norm={norm} must be more than 0")
+    if not trained:
+        raise GraphError("the loss depends on no weight that can be trained")
+    outputs = model.outputs
+    if micros == 1 and optimizer.evaluations == 1:
+        return {STEP: training(outputs, trained, optimizer, keep=keep, max_norm=norm)}
+    by = 1 / micros if model.mean else 1.0
+    shared = outputs | {"loss": ops.scale(model.loss, by=by), WHOLE: model.loss}
+    return {
+        MICRO: accumulating(shared, trained, keep=keep),
+        UPDATE: updating(trained, optimizer, max_norm=norm),
+    }
+
+
+def _kept(model: Model, recomputed: str) -> list[Tensor] | None:
+    """The forward values to keep: those that a weight of two or more axes went into, or every second of them."""
+    if not recomputed:
+        return None
+    calls = Graph([model.loss]).calls
+    products = [
+        call.results[0]
+        for call in calls
+        if any(t.base.kind == "weight" and len(t.shape) > 1 for t in call.reads)
+    ]
+    return products if recomputed == "all but products" else products[::2][:-1]

@@ -1,0 +1,72 @@
+"""A check before step 1 of fine-tuning: does every trained tensor get a gradient?
+
+Runs one step with a learning rate at which any gradient changes its tensor; B of the LoRA adapters is set to small
+random numbers for it. Then all values are restored from the file and the seed.
+"""
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from packtrain.common.text import plural
+from packtrain.models.lora import B
+from packtrain.training.training_engine import Engine
+from packtrain.training.training_job import Job
+
+RATE = 1e3
+DEVIATION = np.float32(0.01)
+NAMED = 8  # tensors named in a message; others are counted
+
+
+class NoGradient(ArithmeticError):
+    """Training would have no effect: a gradient is zero, or not finite."""
+
+
+def probe(job: Job, engine: Engine, say: Callable[[str], None]) -> None:
+    """Raise NoGradient for tensors without a gradient; reports experts that no token has reached."""
+    session, optimizer = engine.session, engine.optimizer
+    names = engine.plans.trained
+    for name in (name for name in names if name.endswith(B)):
+        draw = np.random.default_rng(zlib.crc32(name.encode()))
+        session.fill(name, partial(_small, draw=draw))
+    before = {name: _digests(session.view(name)) for name in names}
+    engine.optimizer = optimizer.bare()
+    did = engine.step(job.batches(1), 1, RATE)
+    if did.bad:
+        raise NoGradient(f"before step 1 a gradient is not finite: {did.bad}")
+    still = {
+        name: [
+            i for i, digest in enumerate(_digests(session.view(name))) if digest == before[name][i]
+        ]
+        for name in names
+    }
+    _judge({name: same for name, same in still.items() if same}, before, say)
+    for name in engine.plans.kept.keys() - set(names):
+        session.fill(name, lambda array: array.fill(0))
+    job.subject.begin(session)
+    engine.optimizer, engine.before = optimizer, None
+
+
+def _small(array: np.ndarray, draw: np.random.Generator) -> None:
+    draw.standard_normal(dtype=np.float32, out=array)
+    array *= DEVIATION
+
+
+def _digests(array: np.ndarray) -> list[int]:
+    """Digest of the whole array, or of each expert's part."""
+    return [zlib.crc32(part.data) for part in (array if array.ndim == 3 else array[None])]
+
+
+def _judge(
+    still: dict[str, list[int]], all_parts: dict[str, list[int]], say: Callable[[str], None]
+) -> None:
+    dead = [name for name, same in still.items() if len(same) == len(all_parts[name])]
+    if dead:
+        more = f" and {plural(len(dead) - NAMED, 'other')}" if len(dead) > NAMED else ""
+        raise NoGradient(
+            f"no gradient reaches {', '.join(dead[:NAMED])}{more}; training would not change them"
+        )
+    for name, same in still.items():
+        say(f"{name}: no token of the first step reaches experts {', '.join(map(str, same))}")

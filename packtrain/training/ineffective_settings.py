@@ -1,0 +1,170 @@
+"""Settings that have no effect in combination with others, in one table. A run with one of them is refused."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from packtrain.common.errors import InputError
+from packtrain.common.options import flag
+from packtrain.data.text.documents import has_valid_file
+from packtrain.engine.optim import OPTIMIZERS
+from packtrain.training.finetune_settings import NEXT_TOKEN, TuneSettings
+from packtrain.training.train_settings import RunSettings, TrainSettings
+
+Rule = tuple[str, Callable[[Any], bool], str]
+
+
+def of_optimizers() -> Iterator[Rule]:
+    """For each optimizer, the settings that only other optimizers have."""
+    of = {name: {field.name for field in fields(kind)} for name, kind in OPTIMIZERS.items()}
+    known = {field.name for field in fields(RunSettings)} & set().union(*of.values())
+    for name, own in of.items():
+        yield " ".join(sorted(known - own)), _chosen(name), f"with --optimizer {name}"
+
+
+def _chosen(name: str) -> Callable[[Any], bool]:
+    return lambda settings: bool(settings.optimizer == name)
+
+
+VAL_SPLIT: Rule = (
+    "val_split",
+    lambda s: s.data is not None and has_valid_file(s.data),
+    "with the valid file in the folder --data",
+)
+TRAIN_ON: Rule = (
+    "train_on",
+    lambda s: not s.mask_prompt,
+    "with --no-mask-prompt, which trains on all turns",
+)
+
+RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
+    (
+        RunSettings,
+        (
+            ("epochs", lambda s: s.iters is not None, "with --iters, which sets the length"),
+            ("lr_min", lambda s: s.lr_scheduler == "constant", "with a constant rate"),
+            (
+                "lr_cycles",
+                lambda s: s.lr_scheduler not in ("cosine", "linear"),
+                "without --lr-scheduler cosine or linear",
+            ),
+            ("lr_cycle_growth", lambda s: s.lr_cycles == 1, "without --lr-cycles"),
+            (
+                "lr_half_every",
+                lambda s: s.lr_scheduler != "halving",
+                "without --lr-scheduler halving",
+            ),
+            ("warmup_lr", lambda s: not s.warmup_ratio, "without warm-up"),
+            *of_optimizers(),
+            (
+                "lr_scheduler lr_min lr_cycles warmup_ratio warmup_lr max_grad_norm max_grad_value",
+                lambda s: OPTIMIZERS[s.optimizer].first_length is not None,
+                "with --optimizer lbfgs, which searches for the length of each step",
+            ),
+            ("decay_axes", lambda s: not s.weight_decay, "without --weight-decay"),
+            ("nesterov", lambda s: not s.momentum, "without --momentum"),
+            ("delta", lambda s: not s.past, "without --past"),
+            ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
+            ("overwrite", lambda s: s.resume, "with --resume"),
+            ("force_reshuffle", lambda s: not s.resume, "without --resume"),
+            (
+                "patience",
+                lambda s: s.steps_per_eval == 0,
+                "with --steps-per-eval 0, which validates once, at the end",
+            ),
+            (
+                "offload",
+                lambda s: s.spread.target.private,
+                "without a --device with a memory of its own",
+            ),
+            VAL_SPLIT,
+        ),
+    ),
+    (
+        TrainSettings,
+        (
+            ("vocab_size", lambda s: s.vocab is not None, "with --vocab, which has its own size"),
+            ("random_offsets", lambda s: not s.fill_samples, "with --no-fill-samples"),
+            (
+                "separator random_offsets fill_samples",
+                lambda s: s.sample_start is not None,
+                "with --sample-start, which begins windows there",
+            ),
+            ("strict", lambda s: True, "in train, which maps no weights from a file"),
+        ),
+    ),
+    (
+        TuneSettings,
+        (
+            (
+                "lora_rank lora_alpha lora_modules lora_dropout rslora adapter merge tensor_type"
+                " aware",
+                lambda s: s.full,
+                "with --full, which trains the weights themselves",
+            ),
+            ("save_model", lambda s: s.full, "with --full, whose checkpoints hold the weights"),
+            (
+                "type adapter tensor_type",
+                lambda s: s.merge == "none",
+                "with --merge none, which writes the adapter alone",
+            ),
+            (
+                "distill_weight distill_temperature distill_top",
+                lambda s: s.teacher is None,
+                "without --teacher",
+            ),
+            ("teacher", lambda s: s.loss != NEXT_TOKEN, "with a loss of pairs"),
+            ("replay_weight", lambda s: s.replay == 0, "with --replay 0"),
+            ("masters freeze", lambda s: not s.full, "without --full"),
+            (
+                "type tensor_type lora_dropout",
+                lambda s: s.aware,
+                "with --aware, which trains what the matrices' own blocks can hold",
+            ),
+            (
+                "merge",
+                lambda s: s.aware and s.merge == "plain",
+                "with --aware, which merges as it trains",
+            ),
+            TRAIN_ON,
+        ),
+    ),
+)
+VALIDATING: tuple[Rule, ...] = (
+    ("patience steps_per_eval val_batches", lambda s: True, "without validation data"),
+)
+
+
+def check_effects(settings: RunSettings) -> None:
+    """Raise InputError for a setting without effect. A resumed run keeps its original settings."""
+    if settings.optimizer == "lbfgs" and getattr(settings, "masters", "f32") != "f32":
+        raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
+    if settings.resume and not settings.overwrite:
+        return
+    for kind, rules in RULES:
+        if isinstance(settings, kind):
+            check_idle(settings, rules)
+    if settings.learning_rate == 0:
+        raise InputError("--lr 0 trains nothing; it must be more than 0")
+    for name in ("save_name", "save_model"):
+        given = getattr(settings, name)
+        if given and ("ITERATION" not in given or "/" in given or not given.endswith(".gguf")):
+            raise InputError(
+                f"{flag(name)} {given}: it must be a file name with ITERATION in it, such as model-ITERATION.gguf"
+            )
+
+
+def check_validation(settings: RunSettings, validates: bool) -> None:
+    """The same for settings that only affect validation."""
+    if not validates and not settings.resume:
+        check_idle(settings, VALIDATING)
+
+
+def check_idle(settings: Any, rules: tuple[Rule, ...]) -> None:
+    """Raise InputError for a setting that a rule finds without effect; for any command."""
+    defaults = {field.name: field.default for field in fields(settings)}
+    for names, idle, why in rules:
+        for name in names.split():
+            if getattr(settings, name) != defaults[name] and idle(settings):
+                given = flag(name) if getattr(settings, name) is not False else flag(f"no_{name}")
+                raise InputError(f"{given} has no effect {why}; leave one of them out")

@@ -1,0 +1,66 @@
+"""The loss of a model in a file, with mapped weights: for eval, and for the end of a fine-tuning run."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from packtrain.common.errors import DoesNotFit
+from packtrain.common.memory import total_nbytes
+from packtrain.engine.backends import CPU, Target
+from packtrain.engine.executor import Executor, Session
+from packtrain.engine.graph import Graph
+from packtrain.engine.memory_plan import make_plan, size_text
+from packtrain.engine.placement import place
+from packtrain.models import transformer
+from packtrain.models.model_file import ModelFile
+from packtrain.training.training_engine import with_targets
+
+HUGE = 700.0  # e to a larger power overflows a float
+
+
+def losses_of(
+    model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
+) -> Executor:
+    """An executor that returns `losses` of batches, see transformer.loss, with the mapped weights."""
+    leaves, session = transformer.weights(model.config, model.types()), Session(target.limits)
+    session.share(model.stored())
+    loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
+    placed = place(Graph({"losses": loss.losses}), target)
+    plan, there = make_plan(placed), total_nbytes()
+    if plan.arena().nbytes > there:
+        raise DoesNotFit(
+            f"windows of {rows} × {time} tokens need {size_text(plan.arena().nbytes)}, and there "
+            f"are {size_text(there)}; a smaller --ctx or --batch-size needs less"
+        )
+    return session.executor(placed, plan)
+
+
+def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:
+    """For each batch the losses (N,) f32 of the targets that have a weight, in order."""
+    for batch in batches:
+        yield run({**batch, **with_targets(batch)})["losses"][batch["weights"] > 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean and its standard error, as in llama-perplexity: values count as independent."""
+
+    value: float
+    error: float
+
+    @staticmethod
+    def of(values: np.ndarray) -> "Mean":
+        wide = values.astype(np.float64)
+        error = math.sqrt(float(wide.var()) / (len(wide) - 1)) if len(wide) > 1 else math.nan
+        return Mean(float(wide.mean()), error)
+
+    @property
+    def exponential(self) -> "Mean":
+        """Perplexity, if this is a loss."""
+        value = math.exp(self.value) if self.value < HUGE else math.inf
+        return Mean(value, value * self.error)
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f}" + ("" if math.isnan(self.error) else f" ± {self.error:.4f}")

@@ -1,0 +1,94 @@
+"""metrics.jsonl: one JSON object per step, appended as it comes and truncated when a run is resumed.
+
+Floats are written as the shortest text that reads back equal, and as null if they are not finite (read back as
+NaN). An unfinished last line of an interrupted run is skipped.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packtrain.common.errors import InputError
+from packtrain.common.files import atomic_file
+
+FIRST_KEYS = (
+    "step",
+    "tokens",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "positions_per_second",
+    "seconds",
+)
+
+
+class Metrics:
+    """The file of one run: a new one, or one continued `after` a step."""
+
+    def __init__(self, path: Path, after: int | None) -> None:
+        if after is not None and path.exists():
+            _cut(path, after)
+        mode = "w" if after is None else "a"
+        self.file = open(path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115 — see close
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append a line, flushed to the system."""
+        self.file.write(_line(record))
+
+    def sync(self) -> None:
+        """Return once all lines are on the disk."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    ordered = {key: record[key] for key in FIRST_KEYS if key in record} | dict(record)
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in ordered.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _cut(path: Path, after: int) -> None:
+    """Drop records of later steps and of an earlier end."""
+    with atomic_file(path) as file:
+        for record in records(path):
+            if record.get("event") != "end" and record.get("step", 0) <= after:
+                file.write(_line(record).encode())
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file one by one. Raises InputError for a bad line that is not the last."""
+    torn = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            record = parsed(line)
+            if record is None:
+                torn = torn or number
+            elif torn:
+                raise InputError(f"{path}: line {torn} is not a JSON object; each line must be one")
+            else:
+                yield record
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, or None if it is invalid or incomplete."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not line.endswith(b"\n"):
+        return None
+    return {key: math.nan if value is None else value for key, value in record.items()}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records of a file."""
+    return list(records(path))

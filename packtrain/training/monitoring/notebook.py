@@ -1,0 +1,203 @@
+"""What notebooks need: results as tables and pictures, a progress bar, Ctrl-C that saves, data that is in memory.
+
+Nothing of a notebook is imported: IPython is used where it already runs.
+"""
+
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from packtrain.common.errors import InputError, keyworded
+from packtrain.common.events import Callbacks, Counted
+from packtrain.common.files import write_text
+from packtrain.common.signals import stop_on_interrupt
+from packtrain.data.text.text_streams import SUFFIXES
+from packtrain.kernels.runtime import cache_root, writable
+from packtrain.training.monitoring.progress import ProgressLine
+from packtrain.training.monitoring.work_progress import Count
+
+SECONDS = 0.5  # between two drawings of the bar
+TABLE = '<table style="text-align:left;font-variant-numeric:tabular-nums">'
+
+
+def display() -> Callable[..., Any] | None:
+    """IPython's function that shows an object in a cell's output, if this is a notebook's kernel."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    return sys.modules["IPython"].display.display  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Html:
+    """Something that a notebook shows, such as a plot."""
+
+    html: str = field(repr=False)
+    text: str = "a picture; it is shown in a notebook, and `.html` is its text"
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of texts as an HTML table."""
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"{TABLE}{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def to_frame(history: Sequence[Mapping[str, Any]]) -> Any:
+    """A pandas DataFrame of the steps. Raises InputError without pandas."""
+    try:
+        return import_module("pandas").DataFrame(history)
+    except ImportError:
+        raise InputError("to_frame needs pandas", "install it: pip install pandas") from None
+
+
+# ---- progress and Ctrl-C
+
+
+class Bar:
+    """The progress bar in a cell's output; the interface of `watch.bar.Bar`."""
+
+    def __init__(self, show: Callable[..., Any], steps: int) -> None:
+        self.show, self.steps, self.due = show, steps, 0.0
+        self.handle: Any = None
+
+    def draw(self, step: int, parts: Sequence[str]) -> None:
+        bar = f'<progress value="{step}" max="{self.steps}" style="width:12em"></progress>'
+        line = Html(f"{bar} <code>{escape('  '.join(filter(None, parts)))}</code>", "progress")
+        if self.handle is None:
+            self.handle = self.show(line, display_id=True)
+        else:
+            self.handle.update(line)
+        self.due = time.monotonic() + SECONDS
+
+    def say(self, text: str) -> None:
+        print(text)
+
+    def close(self) -> None:
+        """The last line stays."""
+
+
+@dataclass
+class Library(Callbacks):
+    """Callbacks of a call from Python: Ctrl-C saves and stops; in a notebook the run draws its progress there."""
+
+    _line: ProgressLine | None = field(default=None, init=False, repr=False)
+
+    def message(self, text: str) -> None:
+        super().message(keyworded(text))
+
+    def notice(self, text: str) -> None:
+        if self.on_message is None:
+            print(keyworded(text), file=sys.stderr)
+        else:
+            self.message(text)
+
+    @contextmanager
+    def training(
+        self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
+    ) -> Iterator[None]:
+        show, sizes = display(), (steps, planned_nbytes, report_every, limit_nbytes)
+        with super().training(*sizes):
+            if show is not None and self.on_step is None:
+                self._line = ProgressLine(sys.stdout, *sizes, Bar(show, steps))
+            yield
+        self._line = None
+
+    def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
+        super().step(record, peak_nbytes)
+        if self._line is not None:
+            self._line.step(record, peak_nbytes)
+
+    @contextmanager
+    def counting(self, what: str, part: str) -> Iterator[Counted]:
+        show = display()
+        if show is None or self.on_progress is not None:
+            with super().counting(what, part) as count:
+                yield count
+            return
+        with Count(sys.stdout, what, part, lambda total: Bar(show, total)) as count:
+            yield count
+
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[], bool]]:
+        with stop_on_interrupt() as interrupted:
+            yield lambda: interrupted() or self.cancel.is_set()
+
+
+# ---- data in memory
+
+
+def data_path(data: Any, name: str = "data") -> Any:
+    """A path as it is; records in memory as a file of JSON Lines in the cache, named by its content.
+
+    Takes a list of dicts or of texts, a DataFrame of pandas or polars, a datasets.Dataset. Raises InputError.
+    """
+    if data is None or isinstance(data, str | Path):
+        return data
+    lines = [json.dumps(record, ensure_ascii=False) for record in _records(data, name)]
+    text = "\n".join([*lines, ""])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder = writable(cache_root() / "records")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{digest}.jsonl"
+    if not path.exists():
+        write_text(path, text)
+    return path
+
+
+def _records(data: Any, name: str) -> Iterator[dict[str, Any]]:
+    if hasattr(data, "to_dicts"):  # polars
+        data = data.to_dicts()
+    elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
+        data = data.to_dict("records")
+    elif hasattr(data, "column_names") and hasattr(data, "__len__"):  # datasets, not streamed
+        data = data if isinstance(data, Mapping) else list(data)
+    if not isinstance(data, list | tuple):
+        raise InputError(
+            f"{name} is a {type(data).__name__}",
+            "it must be a path, a list of dicts or of texts, a DataFrame or a datasets.Dataset",
+        )
+    if not data:
+        raise InputError(f"{name} has no records; at least one is needed")
+    for number, record in enumerate(data, 1):
+        if isinstance(record, str):
+            if record.lower().endswith(SUFFIXES) and Path(record).exists():
+                raise InputError(f"{name}: record {number} is a file", "give one path, or a folder")
+            yield {"text": record}
+        elif isinstance(record, Mapping):
+            yield {
+                str(key): _plain(value, f"{name}: record {number}") for key, value in record.items()
+            }
+        else:
+            raise InputError(
+                f"{name}: record {number} is a {type(record).__name__}; it must be a dict or a text"
+            )
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value as JSON has it; a missing cell of a DataFrame is null."""
+    if hasattr(value, "tolist"):  # NumPy's
+        value = value.tolist()
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise InputError(f"{where} has a {type(value).__name__}; values are texts, numbers and lists")

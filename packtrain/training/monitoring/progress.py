@@ -1,0 +1,176 @@
+"""The progress of a run: one line that is redrawn on a terminal, occasional lines elsewhere.
+
+Input: metrics records and peak private memory. No thread: a line is drawn when a step ends. TERM=dumb gets plain
+lines.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any, Self, TextIO
+
+import numpy as np
+
+from packtrain.common.text import clock, speed_text
+
+PLAIN_SECONDS = 10.0  # between progress lines where they cannot be redrawn
+MakeBar = Callable[[int], Any]  # the number of steps -> a bar
+BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, the least important last
+
+
+class ProgressLine:
+    """Progress of a run of `steps` steps. Losses and speeds are means over the last `report_every` steps."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        steps: int,
+        planned_nbytes: int,
+        report_every: int,
+        limit_nbytes: int | None = None,
+        bar: Any = None,
+    ) -> None:
+        """bar: what draws the line, a `watch.bar.Bar` or a notebook's; by default one for a terminal."""
+        self.stream, self.steps, self.report_every = stream, steps, report_every
+        self.planned_nbytes, self.limit_nbytes = planned_nbytes, limit_nbytes
+        self.bar = bar or (bar_module().Bar(stream, steps) if redraws(stream) else None)
+        self.recent: deque[Mapping[str, Any]] = deque(maxlen=report_every)
+        self.began: tuple[int, float] | None = None  # the first step shown, and when it ended
+        self.val, self.val_step = "", 0  # the last validation, and the step before it
+
+    def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
+        """Show this step if it is due: the first, the last, or after `report_every` steps or 0.2 seconds."""
+        step, now = record["step"], time.monotonic()
+        outermost = self.began is None or step >= self.steps
+        self.began = self.began or (step, now)
+        self.recent.append(record)
+        if "val_loss" in record:
+            self.val, self.val_step = validation_text(record), step
+        if self.bar is not None:
+            if outermost or now >= self.bar.due:
+                parts = self._parts(step, now, peak_nbytes)
+                with self._lasting():
+                    self.bar.draw(step, [parts[key] for key in BRIEF])
+        elif outermost or step % self.report_every == 0:
+            parts = self._parts(step, now, peak_nbytes)
+            self.say(f"step {'  '.join(filter(None, parts.values()))}")
+            self.recent.clear()
+
+    def _parts(self, step: int, now: float, peak_nbytes: int) -> dict[str, str]:
+        """The parts of a line, in the order of a plain one; empty where unknown."""
+        last = self.recent[-1]
+        speeds = [r.get("positions_per_second", r["tokens_per_second"]) for r in self.recent]
+        first_step, first_time = self.began or (step, now)
+        per_step = (now - first_time) / max(step - first_step, 1)
+        old = f" (step {self.val_step})" if self.val and self.val_step < step else ""
+        return {
+            "step": f"{step}/{self.steps}",
+            "loss": f"loss {mean_text([record['loss'] for record in self.recent])}",
+            "val": f"{self.val}{old}",
+            "pairs": pairs_text(self.recent),
+            "lr": f"lr {last['lr']:.1e}",
+            "norm": f"norm {last['grad_norm']:.3g}",
+            "speed": speed_text(statistics.harmonic_mean(speeds)),
+            "eta": f"eta {clock(per_step * (self.steps - step))}" if step > first_step else "",
+            "memory": memory_text(peak_nbytes, self.planned_nbytes, self.limit_nbytes),
+        }
+
+    def say(self, text: str) -> None:
+        """Print a line above the one that is redrawn."""
+        with self._lasting():
+            if self.bar is not None:
+                self.bar.say(text)
+            else:
+                print(text, file=self.stream, flush=True)
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """Ignore errors of the terminal or pipe: a run outlives it."""
+        with suppress(OSError):
+            yield
+
+    def close(self) -> None:
+        """Restore the terminal and keep the last line."""
+        if self.bar is not None:
+            with self._lasting():
+                self.bar.close()
+
+
+def validation_text(record: Mapping[str, Any]) -> str:
+    """`val 4.6393±0.0123 acc 24.1±0.3%`."""
+    error = f"±{record['val_error']:.4f}" if "val_error" in record else ""
+    if "val_accuracy" not in record:
+        return f"val {record['val_loss']:.4f}{error}"
+    accuracy, spread = 100 * record["val_accuracy"], 100 * record["val_accuracy_error"]
+    return f"val {record['val_loss']:.4f}{error} acc {accuracy:.1f}±{spread:.1f}%"
+
+
+def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
+    """`margin 0.213, chosen 84 %`: means over the last steps; empty for a loss of tokens."""
+    found = [r for r in records if "rewards_margin" in r]
+    if not found:
+        return ""
+    margin, hits = (
+        statistics.fmean(r[f"rewards_{what}"] for r in found) for what in ("margin", "accuracy")
+    )
+    return f"margin {margin:.3f}, chosen {100 * hits:.0f} %"
+
+
+class Work:
+    """A progress line of other work: redrawn on a terminal, printed every PLAIN_SECONDS elsewhere."""
+
+    def __init__(self, stream: TextIO, make_bar: MakeBar | None = None) -> None:
+        self.stream = stream
+        self.redraws = make_bar is not None or redraws(stream)
+        self.make_bar = make_bar or (lambda total: bar_module().Bar(stream, total))
+        self.bar: Any = None
+        self.due = time.monotonic() + PLAIN_SECONDS
+
+    def tell(self, done: int, total: int, *parts: str) -> None:
+        now = time.monotonic()
+        with suppress(OSError):  # the work outlives the terminal
+            if self.redraws:
+                self.bar = self.bar or self.make_bar(total)
+                if done == total or now >= self.bar.due:
+                    self.bar.draw(done, parts)
+            elif now >= self.due:
+                print("  ".join(parts), file=self.stream, flush=True)
+                self.due = now + PLAIN_SECONDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            with suppress(OSError):
+                self.bar.close()
+
+
+def bar_module() -> Any:
+    """That of the bar, loaded for terminals alone: rich takes longer to load than most of packtrain."""
+    return import_module("packtrain.training.monitoring.progress_bar")
+
+
+def redraws(stream: TextIO) -> bool:
+    """Whether a line can be redrawn on this stream."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def memory_text(peak_nbytes: int, planned_nbytes: int, limit_nbytes: int | None = None) -> str:
+    """`memory: peak 612, plan 640, limit 1,024 MiB`; without --memory there is no limit."""
+    parts = {"peak": peak_nbytes, "plan": planned_nbytes, "limit": limit_nbytes}
+    named = (f"{name} {n / 2**20:,.0f}" for name, n in parts.items() if n is not None)
+    return f"memory: {', '.join(named)} MiB"
+
+
+def mean_text(losses: list[float]) -> str:
+    """3.1234±0.0123: the mean of the finite ones and its standard error, if there are several."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(finite) < 2:
+        return f"{finite[0]:.4f}" if finite else "not finite"
+    return f"{np.mean(finite):.4f}±{np.std(finite, ddof=1) / len(finite) ** 0.5:.4f}"

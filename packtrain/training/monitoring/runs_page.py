@@ -1,0 +1,67 @@
+"""The page of one run or of several, as HTML that loads nothing and allows only its own script and styles.
+
+page.html has the frame and styles, page.js draws. A live page asks the server that it came from for data; a still one
+has the data in it.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from html import escape
+from importlib import resources
+from typing import Any
+
+
+@cache
+def live_page() -> tuple[str, str]:
+    """The text, and the policy to send with it."""
+    return _page("", "connect-src 'self'; frame-src 'self'")
+
+
+def still_page(data: Mapping[str, Any]) -> str:
+    """The text of a page that shows this data, see Board.data."""
+    text, _ = _page(_inert(json.dumps(data, separators=(",", ":"), allow_nan=False)), "")
+    return text
+
+
+def scriptless_page(title: str, body: str, more_style: str) -> str:
+    """The text of another page with the same colours and shapes; the style of another file is added to them."""
+    style = _asset("page.css") + _asset(more_style)
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _page(data: str, more: str) -> tuple[str, str]:
+    style, script = _asset("page.css"), _asset("page.js")
+    policy = (
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}';"
+        f" script-src '{_seal(script)}'"
+    ) + (f"; {more}" if more else "")
+    text = _asset("page.html")
+    parts = {"policy": policy, "style": style, "data": data, "script": script}
+    for name, part in parts.items():
+        text = text.replace(f"<!--{name}-->", part)
+    return text, f"{policy}; frame-ancestors 'none'"
+
+
+def _asset(name: str) -> str:
+    return (
+        resources.files("packtrain.training.monitoring").joinpath(name).read_text(encoding="utf-8")
+    )
+
+
+def _seal(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _inert(text: str) -> str:
+    """JSON that cannot close its <script> element."""
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

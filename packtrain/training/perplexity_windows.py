@@ -1,0 +1,90 @@
+"""Windows of one long text, cut as in llama-perplexity; batches of them are inputs of `transformer.loss`.
+
+The text is one stream of tokens. BOS replaces the first token of a window, and only predictions in its second half
+are scored, so that each has at least half a window of context. An incomplete window at the end is not measured.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.data.text.documents import Source, read_documents
+from packtrain.data.text.reading_report import Report
+from packtrain.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """`rows` windows of `context` tokens to a batch, in order; the last batch is padded with empty rows.
+
+    ids  (N,) i32, of the whole text
+    bos  replaces a window's first token; None keeps that token
+    """
+
+    ids: np.ndarray
+    bos: int | None
+    rows: int
+    context: int
+
+    @property
+    def windows(self) -> int:
+        return len(self.ids) // self.context
+
+    @property
+    def time(self) -> int:
+        """Input tokens of a row: the last token of a window is only a target."""
+        return self.context - 1
+
+    @property
+    def skipped(self) -> int:
+        """Positions at the beginning of a row whose predictions are not scored."""
+        return self.context // 2
+
+    def __len__(self) -> int:
+        return -(-self.windows // self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`tokens`, `pos`, `seq` i32 (rows, time); `targets` i32, `weights` f32 (rows, time - skipped)."""
+        numbers = range(index * self.rows, min((index + 1) * self.rows, self.windows))
+        ids = np.zeros((self.rows, self.context), np.int32)
+        weights = np.zeros((self.rows, self.time - self.skipped), np.float32)
+        for row, number in enumerate(numbers):
+            ids[row] = self.ids[number * self.context : (number + 1) * self.context]
+            weights[row] = 1
+        if self.bos is not None:
+            ids[:, 0] = self.bos
+        return {
+            "tokens": ids[:, :-1].copy(),
+            "targets": ids[:, self.skipped + 1 :].copy(),
+            "weights": weights,
+            "pos": np.tile(np.arange(self.time, dtype=np.int32), (self.rows, 1)),
+            "seq": np.zeros((self.rows, self.time), np.int32),
+        }
+
+
+def read_whole(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
+    """The ids (N,) i32 of a file as one text, or None if it holds several documents.
+
+    As llama-perplexity reads it: BOS if the model's file asks for it, text that spells a control token stays text,
+    line ends stay as they are, but the last line feed is dropped.
+    """
+    source, report = [Source(path)], Report(path, exact=True)
+    if sum(piece.ends for piece in read_documents(source, separator, [report])) > 1:
+        return None
+    ids = array("i", [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else [])
+    pieces = (piece.text for piece in read_documents(source, separator, [report]))
+    for part in tokenizer.encode_pieces(_without_last_break(pieces)):
+        ids.extend(part)
+    return np.frombuffer(ids, np.int32)
+
+
+def _without_last_break(pieces: Iterable[str]) -> Iterator[str]:
+    held = ""
+    for piece in pieces:
+        held += piece
+        yield held[:-1]
+        held = held[-1:]
+    yield held.removesuffix("\n")

@@ -1,0 +1,24 @@
+"""Tests that end a run before its last step, from its settings and its progress alone."""
+
+from packtrain.common.text import plural
+from packtrain.training.checkpoints import Progress
+from packtrain.training.train_settings import RunSettings
+
+
+def why_ended(settings: RunSettings, progress: Progress) -> str | None:
+    """Which test ends the run, as a sentence; None if none does."""
+    s, found = settings, progress.recent
+    if s.patience and progress.stale >= s.patience:
+        return f"no better validation loss than {progress.best:.4f} in {plural(s.patience, 'validation')}"
+    if s.past and len(found) > s.past:
+        before, now = found[-1 - s.past], found[-1]
+        if abs(before - now) < s.delta * abs(now):
+            return f"in {plural(s.past, 'step')} the loss changed by less than --delta {s.delta:g} of it"
+    if s.max_no_improvement and progress.unimproved >= s.max_no_improvement:
+        steps = plural(s.max_no_improvement, "step")
+        return f"no better training loss than {progress.lowest:.4f} in {steps}"
+    if s.grad_tol and progress.norm <= s.grad_tol:
+        return (
+            f"the norm of the gradients is {progress.norm:.3g}, at most --grad-tol {s.grad_tol:g}"
+        )
+    return None

@@ -1,0 +1,94 @@
+"""Batches as a pure function of an index: a resumed run needs only the index.
+
+Turns tokens into inputs of `transformer.loss`; `weights` is 1 for a target in the loss, and 0 for padding and the step
+from one document to the next. It knows no model and no optimizer.
+"""
+
+import numpy as np
+
+from packtrain.data.text import Tokens
+from packtrain.training.epoch_order import Keys, item_at, keys_of
+
+OFFSET = 1  # salt of the offset at which an epoch begins to read
+
+
+class Batches:
+    """Windows of `time` tokens, `rows` to a batch; the index runs on through the epochs.
+
+    fill            windows run over the whole stream, and a short document is followed by the next one in its row;
+                    otherwise each document starts a new window and its last window is padded
+    shuffle         each epoch visits the windows in a new random order; otherwise in file order
+    random_offsets  with fill and shuffle: each epoch reads the stream as a ring from a new random offset, and leaves
+                    out the one target that would close the ring
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        rows: int,
+        time: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        random_offsets: bool = True,
+        fill: bool = True,
+    ) -> None:
+        self.tokens, self.rows, self.time = tokens, rows, time
+        self.seed, self.shuffle, self.fill = seed, shuffle, fill
+        self.key = 0
+        self.random_offsets = random_offsets and shuffle and fill
+        self.size = len(tokens.ids)
+        ends = np.append(tokens.starts[1:], self.size) if not fill else np.array([self.size])
+        self._starts = np.asarray(tokens.starts) if not fill else np.zeros(1, np.int64)
+        # targets of each stretch that a window must stay in, and the first window of each
+        self._targets = ends - self._starts - 1
+        self._first = np.append(0, np.cumsum(-(-self._targets // time)))
+
+    @property
+    def windows(self) -> int:
+        return int(self._first[-1])
+
+    def __len__(self) -> int:
+        """Batches in one epoch; the last one is padded."""
+        return -(-self.windows // self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
+        epoch, batch = divmod(index, len(self))
+        keys = keys_of(self.seed, epoch, self.key)
+        offset = item_at(0, self.size, keys, OFFSET) if self.random_offsets else 0
+        places = range(batch * self.rows, (batch + 1) * self.rows)
+        rows = [self._row(*self._window(place, keys, offset)) for place in places]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _window(self, place: int, keys: Keys, offset: int) -> tuple[int, int]:
+        """Start in the stream, and number of targets, of the window at a place in the epoch."""
+        if place >= self.windows:
+            return 0, 0
+        window = item_at(place, self.windows, keys) if self.shuffle else place
+        stretch = int(np.searchsorted(self._first, window, side="right")) - 1
+        skipped = (window - int(self._first[stretch])) * self.time
+        count = min(self.time, int(self._targets[stretch]) - skipped)
+        return int(self._starts[stretch]) + skipped + offset, count
+
+    def _row(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """The row of `count` targets after `start`; the rest is padding, as a separate document."""
+        places = (start + np.arange(count + 1)) % self.size
+        found = np.searchsorted(self.tokens.starts, places, side="right") - 1
+        begins = self.tokens.starts[found] == places
+        ids = self.tokens.ids[places].astype(np.int32)
+        padding = self.time - count
+
+        def padded(values: np.ndarray, dtype: type) -> np.ndarray:
+            return np.append(values, np.zeros(padding, values.dtype)).astype(dtype)
+
+        at = np.arange(self.time)
+        news = padded(begins[:-1], bool)
+        news[[0, *([count] if padding else [])]] = True
+        return {
+            "tokens": padded(ids[:-1], np.int32),
+            "targets": padded(ids[1:], np.int32),
+            "weights": padded(~begins[1:], np.float32),
+            "pos": (at - np.maximum.accumulate(np.where(news, at, 0))).astype(np.int32),
+            "seq": (np.cumsum(news) - 1).astype(np.int32),
+        }

@@ -1,0 +1,400 @@
+"""A fully specified training run: settings in, data, sizes, schedule and number of steps out."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from packtrain.common.errors import InputError
+from packtrain.common.options import unescaped
+from packtrain.common.text import plural
+from packtrain.data.text import Text, prepare
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.distributed import check_device, here
+from packtrain.dtypes import DTYPES, f32
+from packtrain.engine.executor import Session
+from packtrain.engine.optim import OPTIMIZERS, Optimizer, Share
+from packtrain.gguf import Value
+from packtrain.kernels.runtime import cache_root, multiplies, writable
+from packtrain.models import transformer
+from packtrain.models.attention_choice import with_flash
+from packtrain.models.config import PRESETS, Config
+from packtrain.models.model_file import save_model
+from packtrain.planner.step_shape import Base, StepShape
+from packtrain.training.lr_schedule import Schedule, steps_per_eval
+from packtrain.training.text_batches import Batches
+from packtrain.training.train_settings import FREE, RunSettings, TrainSettings
+
+VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4
+GLIMPSE = 1 << 17  # positions of the data that are examined before planning
+HEAD_NBYTES = 1 << 16  # upper bound of a GGUF header: names, shapes and padding
+SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name input files
+
+Batch = dict[str, np.ndarray]
+View = Callable[[str], np.ndarray]
+
+
+class Batched(Protocol):
+    """Batches as a pure function of an index that runs on through the epochs; len() is one epoch.
+
+    key  another number gives another random order
+    """
+
+    key: int
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+
+class Subject(Protocol):
+    """What is trained: where the values of its leaves come from, and where they go.
+
+    ends  ids that end an answer, if the data is conversations
+    """
+
+    @property
+    def ends(self) -> tuple[int, ...]: ...
+
+    def shared(self) -> Mapping[str, np.ndarray]:
+        """Frozen leaves, which are read in place."""
+
+    def begin(self, session: Session) -> None:
+        """Set the initial values of all other leaves."""
+
+    def keep(self, path: Path, view: View) -> None:
+        """Write the trained leaves to a GGUF file, under their own names."""
+
+    def write(self, view: View) -> None:
+        """Write the result, in the format that the settings ask for."""
+
+    def files(self) -> Mapping[Path, int]:
+        """The files of the result, with an upper bound of their sizes."""
+
+    def tokenizer(self) -> Tokenizer: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, on what data, for how many steps. `fingerprint` identifies the data.
+
+    offloaded  moments live in the memory of the process, of weights on a device with its own; None: not decided
+    """
+
+    settings: RunSettings
+    title: str
+    subject: Subject
+    fingerprint: str
+    shape: StepShape
+    optimizer: Optimizer
+    schedule: Schedule
+    train: Batched
+    valid: Batched | None
+    offloaded: bool | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps
+
+    @property
+    def config(self) -> Config:
+        return self.shape.config
+
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step, counted from 1; the windows of a step do not depend on their size."""
+        asked = self.settings.grad_accumulation_steps
+        # an epoch in one step is the same one each time, if the optimizer can use what it knows of it
+        same = self.shape.evaluations > 1 and len(self.train) <= asked
+        first = 0 if same else (step - 1) * asked
+        size, rows = self.settings.batch_size, self.shape.rows * self.shape.micros
+        # of the rows of the step, in their order, each rank takes as many
+        begin = here().rank * rows
+        parts = list[Batch]()
+        for i in range(begin // size, -(-(begin + rows) // size)):
+            own = max(begin - i * size, 0), min(begin + rows - i * size, size)
+            parts += self._parts(self.train[first + i], *own)
+        return parts
+
+    def glimpse(self) -> list[Batch]:
+        """The first micro-batches of step 1, limited to GLIMPSE positions: the requested batch may be too large."""
+        rows = GLIMPSE // self.shape.time
+        count = min(rows // self.settings.batch_size, self.settings.grad_accumulation_steps)
+        return [part for i in range(count) for part in self._parts(self.train[i])]
+
+    def validation(self) -> Iterator[Batch]:
+        """The batches of one validation: all or --val-batches of them, always the same."""
+        assert self.valid is not None
+        count, most = len(self.valid), self.validated
+        for i in range(most):
+            yield from self._parts(self.valid[i * count // most])
+
+    def counted(self, told: Callable[[int, int], None]) -> Iterator[Batch]:
+        """The same; reports progress after each."""
+        parts = self.validated * -(-self.settings.batch_size // self.shape.rows)
+        for number, batch in enumerate(self.validation(), 1):
+            yield batch
+            told(number, parts)
+
+    @property
+    def steps_per_eval(self) -> int:  # 0: only at the end
+        return steps_per_eval(self.settings.steps_per_eval, self.steps)
+
+    @property
+    def validated(self) -> int:
+        """The number of batches of one validation."""
+        count = 0 if self.valid is None else len(self.valid)
+        return min(self.settings.val_batches or count, count)
+
+    def _parts(
+        self, batch: Mapping[str, Any], begin: int = 0, end: int | None = None
+    ) -> list[Batch]:
+        rows = self.shape.rows
+        starts = range(begin, self.settings.batch_size if end is None else end, rows)
+        return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
+
+    def about(self) -> dict[str, Any]:
+        """What must be equal to resume from a checkpoint, as plain data; except `sources`, which name the files that
+        `data` is a checksum of.
+
+        Rows, chunk and `layered` fix the order of floating-point additions; recomputation does not change a bit.
+        """
+        s, shape = self.settings, self.shape
+        names = [name for name in s.__dataclass_fields__ if name not in FREE]
+        about = {
+            **{name: getattr(s, name) for name in names},
+            **asdict(self.config),
+            "data": self.fingerprint,
+            "sources": {name: getattr(s, name) for name in SOURCES if hasattr(s, name)},
+            "steps": self.steps,
+            "rows": shape.rows,
+            "chunk": shape.chunk,
+            "layered": shape.layered,
+            "ranks": shape.ranks,
+            "offloaded": bool(self.offloaded),
+        }
+        # the form in which a checkpoint returns it
+        return dict(json.loads(json.dumps(about, default=lambda path: str(path.absolute()))))
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A new model with random weights and its own vocabulary: the subject of `packtrain train`."""
+
+    settings: TrainSettings
+    config: Config
+    vocabulary: Mapping[str, Value]
+
+    def shared(self) -> Mapping[str, np.ndarray]:
+        return {}
+
+    def begin(self, session: Session) -> None:
+        transformer.initialise(self.config, self.settings.seed, session.fill)
+
+    def keep(self, path: Path, view: View) -> None:
+        self._save(path, view, "f32")
+
+    def write(self, view: View) -> None:
+        self._save(self.settings.output, view, self.settings.type)
+
+    def files(self) -> Mapping[Path, int]:
+        weights = transformer.weights(self.config).values()
+        vectors = sum(w.spec.nbytes for w in weights if len(w.shape) == 1)
+        values = sum(w.spec.size for w in weights if len(w.shape) > 1)
+        words = sum(len(token) + 24 for token in self.vocabulary["tokenizer.ggml.tokens"].value)
+        matrices = DTYPES[self.settings.type].row_nbytes(values)
+        return {self.settings.output: matrices + vectors + words + HEAD_NBYTES}
+
+    def _save(self, path: Path, view: View, dtype: str) -> None:
+        name = self.settings.output.stem.encode(errors="replace").decode()
+        save_model(path, self.config, self.vocabulary, view, dtype=dtype, name=name)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return ()
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer({key: value.value for key, value in self.vocabulary.items()})
+
+
+def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
+    """Read and tokenize the data, and fill in what the settings leave open. Raises InputError."""
+    if settings.data is None:
+        if settings.resume:
+            raise InputError(
+                f"--resume: {settings.folder} holds no run to continue; -o names its model"
+            )
+        raise InputError(
+            "--data must be given: a text file, or a folder with train.txt and valid.txt"
+        )
+    corpus = prepare(_text(settings), writable(cache_root() / "tokens"), say, settings.memory)
+    config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
+    for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
+        say(note)
+    size = settings.batch_size, config.context_length
+    shape = shape_of(settings, config, *size, corpus.valid is not None, say=say)
+    fill = settings.fill_samples and settings.sample_start is None
+    train = Batches(
+        corpus.train, *size, seed=settings.seed, random_offsets=settings.random_offsets, fill=fill
+    )
+    valid = None
+    if corpus.valid is not None:
+        valid = Batches(corpus.valid, *size, shuffle=False, fill=fill)
+    return Job(
+        settings,
+        f"{settings.preset}, {shape.rows} × {shape.time} tokens",
+        Fresh(settings, config, corpus.vocabulary),
+        corpus.fingerprint,
+        shape,
+        optimizer_of(settings),
+        schedule_of(settings, len(train)),
+        train,
+        valid,
+    )
+
+
+def _longer(preset: str, ctx: int) -> Iterator[str]:
+    """Warning about a context that is longer than the preset's."""
+    usual = PRESETS[preset].context_length
+    if ctx > usual:
+        yield (
+            f"--ctx {ctx:,} is more than the context of {preset}, {plural(usual, 'token')}: the model is trained on"
+            " the longer one, with more time and memory for each step"
+        )
+
+
+def shape_of(
+    settings: RunSettings,
+    config: Config,
+    rows: int,
+    time: int,
+    evaluate: bool,
+    base: Base | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> StepShape:
+    """What a step of the settings computes. Raises InputError for a precision that this CPU has not."""
+    check_precision(settings.precision, settings.device)
+    config = replace(config, precision=settings.precision, saved=settings.saved_activations)
+    config = with_flash(config, settings.flash_attn, settings.target, say, None)
+    optimizer = OPTIMIZERS[settings.optimizer]
+    ranks, own = _shared_out(settings, rows)
+    norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
+    if optimizer.first_length is not None:
+        norm = value = None
+    return StepShape(
+        config,
+        math.gcd(rows, own),
+        time,
+        own // math.gcd(rows, own),
+        norm,
+        evaluate,
+        evaluations=optimizer.evaluations,
+        ranks=ranks,
+        share=_share(settings, optimizer, base),
+        scatter=settings.zero > 1,
+        base=base,
+        max_value=value,
+    )
+
+
+def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
+    """The number of ranks, and the rows of a step for each. Raises InputError."""
+    ranks, every = here().size, rows * settings.grad_accumulation_steps
+    if ranks > 1:
+        check_device(settings.device, settings.gpu_layers is not None)
+    if every % ranks:
+        raise InputError(
+            f"{ranks} processes cannot share out the {every} rows of a step (--batch-size times"
+            " --grad-accumulation-steps) equally"
+        )
+    if len(settings.target.every) > 1 and OPTIMIZERS[settings.optimizer].first_length is not None:
+        raise InputError(f"--optimizer {settings.optimizer} works on one device")
+    return ranks, every // ranks
+
+
+def _share(settings: RunSettings, optimizer: type[Optimizer], base: Base | None) -> Share | None:
+    """Whose part of the moments this process has. Raises InputError where they cannot be shared out."""
+    if here().size == 1 and settings.zero and not settings.resume:
+        raise InputError(
+            f"--zero {settings.zero} is for several processes; give --nproc, or leave it out"
+        )
+    if here().size == 1 or not settings.zero:
+        return None
+    if not optimizer.by_parts:
+        raise InputError(
+            f"--zero {settings.zero}: {optimizer.name} needs all of a tensor for its update, so its moments cannot be"
+            " shared out; leave out --zero"
+        )
+    if base is not None and base.masters != f32:
+        raise InputError(
+            f"--zero {settings.zero} needs trained weights in f32; leave out --masters {base.masters}"
+        )
+    return here().rank, here().size
+
+
+def optimizer_of(settings: RunSettings) -> Optimizer:
+    """The optimizer of the settings, with its options."""
+    kind = OPTIMIZERS[settings.optimizer]
+    names = [field.name for field in fields(kind) if hasattr(settings, field.name)]
+    given = {name: getattr(settings, name) for name in names}
+    return kind(**given | {"lr": settings.learning_rate})
+
+
+def _text(settings: TrainSettings) -> Text:
+    auto = settings.vocab_size == "auto"
+    if not auto and not settings.vocab_size.isdecimal():
+        raise InputError(f"--vocab-size {settings.vocab_size}: it must be a number, or auto")
+    size = PRESETS[settings.preset].vocab_size if auto else int(settings.vocab_size)
+    if size > VOCABULARY:
+        raise InputError(f"--vocab-size {size}: a vocabulary has at most {VOCABULARY:,} tokens")
+    check_split(settings.val_split)
+    assert settings.data is not None
+    kept = settings.sample_start is not None
+    if settings.sample_start == "":
+        raise InputError("--sample-start is empty; it must be some text")
+    separator = settings.sample_start if kept else settings.separator
+    separator = separator and unescaped(separator)
+    split, skip, columns = settings.val_split, settings.skip_bad, settings.columns
+    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept, columns)
+
+
+def check_split(val_split: float) -> None:
+    if 0 < val_split < LEAST_SPLIT:
+        raise InputError(f"--val-split {val_split}: it must be 0 or at least {LEAST_SPLIT}")
+
+
+def schedule_of(settings: RunSettings, batches: int) -> Schedule:
+    """The schedule for --iters steps, or for the steps of --epochs."""
+    epochs = 1.0 if settings.epochs is None else settings.epochs
+    steps = max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
+    steps = steps if settings.iters is None else settings.iters
+    rate, kind = settings.learning_rate, settings.lr_scheduler
+    if OPTIMIZERS[settings.optimizer].first_length is not None:
+        return Schedule("constant", rate, rate, 0, steps)
+    least = (0 if kind == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
+    return Schedule(
+        kind,
+        rate,
+        least,
+        math.ceil(settings.warmup_ratio * steps),
+        steps,
+        settings.lr_cycles,
+        settings.lr_cycle_growth,
+        settings.warmup_lr,
+        settings.lr_half_every or math.ceil(batches / settings.grad_accumulation_steps),
+    )
+
+
+def check_precision(precision: str, device: str) -> None:
+    """Raise InputError for a precision that the device has not, or without gain."""
+    if precision == "bf16x3" and device != "cpu" and not device.startswith("cuda"):
+        raise InputError(
+            f"--precision bf16x3: not faster than f32 on {device}, but on CPUs with AMX and on cuda; leave it out"
+        )
+    if device == "cpu" and not multiplies(precision):
+        absent = "no AVX512_BF16" if precision == "bf16" else "no AMX, or Linux refuses it"
+        raise InputError(
+            f"--precision {precision}: this CPU has {absent}, without which it is not faster; leave it out"
+        )

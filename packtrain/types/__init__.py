@@ -1,1 +1,0 @@
-"""Element types, one module for each family, with everything about its types. `dtypes` lists them."""

@@ -1,0 +1,129 @@
+"""Chat with a model.
+
+The file's chat template renders the conversation each time; only the new tokens go through the model.
+"""
+
+from dataclasses import dataclass
+
+from packtrain.common.errors import InputError, in_keywords
+from packtrain.common.events import Events
+from packtrain.common.options import option
+from packtrain.common.text import plural
+from packtrain.data.chat_template import (
+    ChatTemplate,
+    choose_template,
+    template_named,
+    template_source,
+)
+from packtrain.inference.generator import Limits, Reply
+from packtrain.training.train_settings import CHAT_TEMPLATE
+from packtrain.workflows import generation_settings
+from packtrain.workflows.generation_settings import (
+    CONTEXT,
+    MOST_SEED,
+    Generated,
+    Speaking,
+    cells,
+    drafter,
+    opened,
+)
+from packtrain.workflows.warmup import warm
+
+
+class TooLong(InputError):
+    """A conversation that leaves no room for an answer."""
+
+
+@dataclass(frozen=True)
+class Chat(Speaking):
+    """Chat with a model."""
+
+    COMMON = "system n_predict temp top_k top_p seed lora ctx chat_template"
+
+    system: str | None = option(None, "system message", flags="-sys")
+    n_predict: int = option(
+        1024, "most tokens of an answer; -1: until the context is full", flags="-n", least=-1
+    )
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+
+
+@in_keywords
+class Talk:
+    """A conversation: its messages, and the model that answers."""
+
+    def __init__(self, settings: Chat, events: Events) -> None:
+        """Open the model. Raises InputError, DoesNotFit."""
+        settings.check()
+        model = opened(settings, events.message)
+        self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
+        self._grammar = generation_settings.grammar_of(settings, self._tokenizer)
+        metadata = model.gguf.metadata
+        asked = settings.chat_template and template_named(settings.chat_template)
+        taken = choose_template(metadata, template_source(metadata), asked)
+        if taken.why:
+            events.message(taken.note)
+        self._bos = self._text(self._tokenizer.bos)
+        self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
+        self.cells = cells(settings, model.config, CONTEXT, events)
+        if settings.warmup:
+            warm(model, events)
+        self._drafter = drafter(settings, model, self.cells)
+        self._generator = generation_settings.load_generator(settings, model, self.cells)
+        self._seed, self._answers = settings.drawn_seed(), 0
+        self.max_tokens = settings.n_predict
+        self.messages: list[dict[str, str]] = []
+        self.clear()
+
+    def _text(self, id: int | None) -> str:
+        return "" if id is None else self._tokenizer.tokens[id].decode(errors="replace")
+
+    def __repr__(self) -> str:
+        return f"Talk({self._settings.model}: {plural(len(self.messages), 'message')})"
+
+    def clear(self) -> None:
+        """Start over with nothing but the system message."""
+        system = self._settings.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def retract(self) -> str | None:
+        """Remove and return the user's last message, with all messages after it."""
+        while self.messages and self.messages[-1]["role"] != "system":
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return message["content"]
+        return None
+
+    def answer(self, text: str) -> Generated:
+        """The model's answer to a message, reported as it is generated. A message that fails is removed."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            ids = self._ids()
+            with self._events.stopping() as stopped:
+                s = self._settings
+                limits = Limits(s.n_predict, s.stop, stopped, s.loop_tokens)
+                done = self._reply(ids, limits)
+        except InputError:
+            self.messages.pop()
+            raise
+        self.messages.append({"role": "assistant", "content": done.text.strip()})
+        return done
+
+    def _ids(self) -> list[int]:
+        """Token ids of the conversation up to the model's next answer, with at most one BOS."""
+        text = self._template.render(self.messages, add_generation_prompt=True)
+        begun = bool(self._bos) and text.startswith(self._bos)
+        ids = self._tokenizer.encode(text, bos=False if begun else None, eos=False)
+        if len(ids) >= self.cells:
+            raise TooLong(
+                f"the conversation has {len(ids):,} tokens and the context {self.cells:,};"
+                " start a new one, or make room for more (--ctx)"
+            )
+        return ids
+
+    def _reply(self, ids: list[int], limits: Limits) -> Generated:
+        seed = (self._seed + self._answers) % (MOST_SEED + 1)
+        self._answers += 1
+        sampling = self._settings.sampling
+        how = self._drafter, self._settings.draft_max, self._grammar
+        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *how)
+        return generation_settings.written(reply, seed, self._events)

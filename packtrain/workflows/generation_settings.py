@@ -1,0 +1,256 @@
+"""What generate and chat have in common: sampling settings, and loading a model to generate with."""
+
+import secrets
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Protocol
+
+from packtrain import kernels
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.events import Events
+from packtrain.common.files import read_text
+from packtrain.common.memory import total_nbytes
+from packtrain.common.options import MODEL, SAMPLING, positional
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
+from packtrain.engine.backends import DEVICES, target
+from packtrain.engine.memory_plan import size_text
+from packtrain.inference.generator import LOOP_TOKENS, Drafter, Generator, Reply, Speed
+from packtrain.inference.grammar import Grammar
+from packtrain.inference.kv_cache.decode_plans import CACHES
+from packtrain.inference.sampling import Sampling
+from packtrain.inference.speculative import Lookup, SmallModel
+from packtrain.models.activation_rounding import ACTIVATIONS, F32, PRECISION, Q8
+from packtrain.models.attention_choice import AUTO, FLASH, MODES, with_flash
+from packtrain.models.config import Config, check_context
+from packtrain.models.model_file import ModelFile, check_vocabularies, open_model
+from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
+from packtrain.planner.budget import Say
+from packtrain.planner.kernel_memory import kernels_of
+from packtrain.training.train_settings import DEVICE
+from packtrain.training.training_job import check_precision
+from packtrain.workflows.warmup import WARMUP
+
+CONTEXT = 4096  # at most, without --ctx
+MOST_SEED = 2**63 - 1
+CTX = "context length in tokens (default: as needed, up to the model's)"
+LORA = "LoRA adapter, FILE or FILE:SCALE; repeatable"
+CACHE = "element type of the KV cache"
+SWA_FULL = "layers with a sliding window keep all tokens in the cache, not only the window's"
+
+
+class Opening(Protocol):
+    """Settings that say how a model is opened."""
+
+    @property
+    def model(self) -> Path: ...
+    @property
+    def lora(self) -> tuple[str, ...]: ...
+    @property
+    def activations(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def cache_type(self) -> str: ...
+    @property
+    def flash_attn(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """What text is generated with."""
+
+    model: Path = positional("the model, a GGUF file")
+
+
+@dataclass(frozen=True)
+class Speaking(Sampling, Speaker):
+    """Settings of the commands that generate text."""
+
+    seed: int | None = SAMPLING(
+        None, "random seed; -1: a new one each time", flags="-s", least=-1, most=MOST_SEED
+    )
+    stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
+    stop_loops: bool = SAMPLING(True, "end a text that repeats the same words without end")
+    grammar: str | None = SAMPLING(None, "the text follows this grammar, in GBNF")
+    grammar_file: Path | None = SAMPLING(None, "the text follows the grammar in this file")
+    json_schema: str | None = SAMPLING(
+        None, "the text is JSON of this schema; {}: any JSON", flags="-j", metavar="SCHEMA"
+    )
+    json_schema_file: Path | None = SAMPLING(
+        None, "the text is JSON of the schema in this file", flags="-jf"
+    )
+    ctx: int | None = MODEL(None, CTX, flags="-c", least=1)
+    lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", CACHE, choices=CACHES)
+    flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
+    swa_full: bool = MODEL(False, SWA_FULL)
+    model_draft: Path | None = MODEL(
+        None,
+        "a small model with the same vocabulary, which guesses tokens that this one checks together: the text stays",
+        flags="-md",
+    )
+    draft_lookup: bool = MODEL(
+        False, "guess tokens from what followed earlier in the text; needs no other model"
+    )
+    draft_max: int = MODEL(
+        7, "most tokens guessed at once; up to 8 tokens of a run cost the least", least=1, most=32
+    )
+    draft_p_min: float = MODEL(
+        0.75, "the draft model stops guessing below this probability", least=0, most=1
+    )
+    warmup: bool = MODEL(True, WARMUP)
+    activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
+    precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
+    device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
+    @property
+    def loop_tokens(self) -> int:
+        return LOOP_TOKENS if self.stop_loops else 0
+
+    def drawn_seed(self) -> int:
+        return secrets.randbits(32) if self.seed in (None, -1) else self.seed
+
+    def check(self) -> None:
+        self.check_sampling()
+        if "" in self.stop:
+            raise InputError("--stop: the text is empty; it must have at least one character")
+        given = (self.grammar, self.grammar_file, self.json_schema, self.json_schema_file)
+        if sum(one is not None for one in given) > 1:
+            raise InputError(
+                "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other"
+            )
+        if self.draft_lookup and self.model_draft:
+            raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
+
+
+def opened(settings: Opening, say: Say, *, by_token: bool = False) -> ModelFile:
+    """The model with the requested adapters; by_token: with scales that each token has. Raises InputError."""
+    model = open_model(settings.model)
+    model = adapted(model, read_scaled(settings.lora, model.gguf), by_token=by_token)
+    check_precision(settings.precision, settings.device)
+    model = with_activations(model, settings.activations)
+    config = replace(model.config, precision=settings.precision)
+    where, cache = target(settings.device), cache_dtype(config, settings.cache_type)
+    return replace(model, config=with_flash(config, settings.flash_attn, where, say, cache))
+
+
+def grammar_of(settings: Speaking, tokenizer: Tokenizer) -> Grammar | None:
+    """The grammar that texts follow, if any. Raises InputError."""
+    schema = settings.json_schema
+    if settings.json_schema_file is not None:
+        schema = read_text(settings.json_schema_file, "--json-schema-file")
+    if schema is not None:
+        return Grammar.from_schema(tokenizer, schema)
+    text = settings.grammar
+    if settings.grammar_file is not None:
+        text = read_text(settings.grammar_file, "--grammar-file")
+    return None if text is None else Grammar.from_gbnf(tokenizer, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Generated text and token ids, why it ended, the seed, speeds, and how many tokens were guessed: see `Reply`.
+
+    score  of a beam, whose ids have the one that ended it
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    ended: str
+    seed: int
+    reading: Speed
+    writing: Speed
+    drafted: int = 0
+    accepted: int = 0
+    score: float | None = None
+    others: tuple["Generated", ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def written(reply: Reply, seed: int, events: Events) -> Generated:
+    """Generate the reply, reporting each piece of text as it comes."""
+    pieces = []
+    for piece in reply:
+        pieces.append(piece)
+        events.text(piece)
+    ids = tuple(reply.ids)
+    speeds = reply.reading, reply.writing
+    return Generated(
+        "".join(pieces), ids, reply.ended, seed, *speeds, reply.drafted, reply.accepted
+    )
+
+
+def cells(settings: Speaking, config: Config, wanted: int, events: Events) -> int:
+    """The context length: --ctx, else `wanted` up to the model's own. Raises InputError."""
+    size = settings.ctx or max(min(config.context_length, wanted), 1)
+    check_context(config, size, events.message)
+    return size
+
+
+def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
+    """What guesses tokens, if anything does. Raises InputError, DoesNotFit."""
+    if settings.draft_lookup:
+        return Lookup()
+    if settings.model_draft is None:
+        return None
+    small = open_model(settings.model_draft)
+    check_vocabularies(model, small)
+    shared = min(model.config.vocab_size, small.config.vocab_size)
+    return SmallModel(load_generator(settings, small, cells, 1), settings.draft_p_min, shared)
+
+
+def cache_dtype(config: Config, type: str) -> Dtype:
+    """The element type of a cache. Raises InputError if heads do not fit its blocks."""
+    kind = DTYPES[type]
+    widths = (config.cached_heads(i)[1] for i in range(config.block_count))
+    width = next((width for width in widths if width % kind.block), 0)
+    if width:
+        raise InputError(
+            f"--cache-type: {kind} packs {kind.block} values, and heads have {width}; use f16 or f32"
+        )
+    return kind
+
+
+def check_cache(model: ModelFile, cells: int, type: str) -> None:
+    """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
+    c, there, kind = model.config, total_nbytes(), cache_dtype(model.config, type)
+    own = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
+    each = (heads * kind.row_nbytes(width) for heads, width in map(c.cached_heads, own))
+    cache = len(c.cached_parts) * cells * sum(each)
+    if cache > there:
+        raise DoesNotFit(
+            f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"
+        )
+    kernels.prepare((*kernels.WRITING, *kernels_of(c)))
+
+
+def load_generator(
+    settings: Speaking,
+    model: ModelFile,
+    cells: int,
+    rows: int = 0,
+    sequences: int = 1,
+    longest: int = 0,
+) -> Generator:
+    """A generator with the model's weights and its kernels loaded. Raises DoesNotFit.
+
+    longest  tokens of one sequence; 0: all cells
+    """
+    check_cache(model, cells, settings.cache_type)
+    guessing = settings.draft_lookup or settings.model_draft
+    rows = rows or (settings.draft_max + 1 if guessing else sequences)
+    generator = Generator.of(
+        model, cells, DTYPES[settings.cache_type], target(settings.device), rows,
+        sequences=sequences, swa_full=settings.swa_full, longest=longest,
+    )  # fmt: skip
+    generator.feed([0])  # loads the kernels, so that the prompt's time does not include it
+    return generator

@@ -1,0 +1,64 @@
+"""Measure how much each input of a model's matrices matters on a text, as a file that quantizing reads."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.common.events import Events
+from packtrain.common.files import check_output
+from packtrain.common.options import COLUMNS, option, positional, required
+from packtrain.conversion.calibration.calibration_inputs import readings
+from packtrain.conversion.calibration.importance import measure, save
+from packtrain.data.text.text_streams import data_files
+from packtrain.models.model_file import open_model
+from packtrain.workflows.calibration_data import CONTEXT, calibration, enough, within
+
+AT_ONCE = 1 << 13  # tokens whose activations are kept at a time
+SHORTEST = 64  # tokens of a row, for which --tokens is not kept
+
+
+@dataclass(frozen=True)
+class Imatrix:
+    """Write an importance matrix of a model, for `quantize --imatrix` and llama-quantize."""
+
+    model: Path = positional("the model, a GGUF file")
+    data: Path = required("text or conversations like those the model is for")
+    output: Path = required("the GGUF file to write", flags="-o")
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
+    tokens: int | None = option(None, "most tokens to read (default: all)", least=1)
+    memory: str | None = option(None, "limit of private memory, such as 2GiB")
+    overwrite: bool = option(False, "replace the output if it exists")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An importance matrix: how many matrices it is of, and how many tokens were read."""
+
+    output: Path
+    matrices: int
+    tokens: int
+    seconds: float
+
+
+def imatrix(settings: Imatrix, events: Events) -> Measured:
+    """Write the file. Raises InputError, and DoesNotFit if --memory is too small."""
+    began = time.perf_counter()
+    model = open_model(settings.model)
+    read = [*model.gguf.paths, *data_files(settings.data)]
+    check_output(settings.output, "-o", read, settings.overwrite)
+    longest = min(CONTEXT, max(settings.tokens or CONTEXT, SHORTEST))  # a row is read whole
+    rows = calibration(
+        settings.data, model, events, "--data", longest, settings.columns, settings.memory
+    )
+    data = enough(settings.data, rows)
+    types = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
+    ways = readings(model, types, data.time, data.windows, tokens=AT_ONCE)
+    found = within(settings.memory, ways, "read any of the data")
+    batches = found.all(data, settings.tokens)
+    groups = [batches[at : at + found.batches] for at in range(0, len(batches), found.batches)]
+    with events.counting("reading", "block") as count:
+        result = measure(model, groups, settings.data.name, count)
+    save(settings.output, result)
+    tokens = int(max(counts.max() for counts in result.counts.values()))
+    seconds = time.perf_counter() - began
+    return Measured(settings.output, len(result.sums), tokens, seconds)

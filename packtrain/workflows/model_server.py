@@ -1,0 +1,247 @@
+"""Serving a model over HTTP."""
+
+import hashlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from packtrain import kernels
+from packtrain.common.errors import InputError
+from packtrain.common.events import Events
+from packtrain.common.files import read_text, remove_parts
+from packtrain.common.memory import parse_size
+from packtrain.common.options import MEMORY, MODEL, SAMPLING, option
+from packtrain.data.chat_template import (
+    ChatTemplate,
+    choose_template,
+    template_named,
+    template_source,
+)
+from packtrain.data.conversations.conversation_renderer import Renderer
+from packtrain.data.tokenizer import Tokenizer
+from packtrain.dtypes import PRECISIONS
+from packtrain.engine.backends import DEVICES, target
+from packtrain.inference.embeddings import POOLINGS, pooling_of
+from packtrain.inference.kv_cache import Context
+from packtrain.inference.kv_cache.context_size import needed
+from packtrain.inference.sampling import Sampling
+from packtrain.models.activation_rounding import ACTIVATIONS, F32, PRECISION, Q8
+from packtrain.models.attention_choice import AUTO, FLASH, MODES
+from packtrain.models.config import check_context
+from packtrain.models.model_file import ModelFile, fingerprint
+from packtrain.models.model_with_adapters import split_scale
+from packtrain.planner.kernel_memory import kernels_of
+from packtrain.serving.engine_thread import CHUNK, SIMILAR, Engine
+from packtrain.serving.reasoning_text import AUTO as THOUGHTS
+from packtrain.serving.reasoning_text import FORMATS
+from packtrain.serving.server_state import AdapterFile, Limits, Server
+from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE
+from packtrain.workflows.generation_settings import (
+    CACHE,
+    LORA,
+    MOST_SEED,
+    Speaker,
+    check_cache,
+    opened,
+)
+
+CONTEXT = 8192  # at most, without --ctx
+EMBEDDED = 2048  # tokens of texts to embed, at once
+RENDERED = 40 << 20  # most bytes that the template takes for a request
+REQUESTS = 128 << 20  # bytes that requests need while they are read and answered
+
+
+@dataclass(frozen=True)
+class Serve(Sampling, Speaker):
+    """Settings of the server: llama-server's names and defaults, where it has them."""
+
+    COMMON = "host port api_key alias lora ctx parallel n_predict temp memory ui chat_template"
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
+    port: int = option(8080, "port to listen on; 0: any that is free", least=0, most=65535)
+    alias: str | None = option(
+        None,
+        "name of the model for clients, or several with commas (default: its file's)",
+        flags="-a",
+    )
+    api_key: tuple[str, ...] = option((), "requests need this key; repeatable", metavar="KEY")
+    api_key_file: Path | None = option(
+        None, "requests need one of the keys in this file, one a line"
+    )
+    ctx: int | None = MODEL(
+        None,
+        f"tokens that fit, of all slots together (default: the model's own, up to {CONTEXT:,})",
+        flags="-c --ctx-size",
+        least=1,
+    )
+    parallel: int = option(4, "slots: answers written at once", flags="-np", least=1, most=63)
+    kv_unified: bool = option(
+        True, "slots share all of the context, instead of each having a part", flags="-kvu"
+    )
+    slot_prompt_similarity: float = option(
+        SIMILAR, "a slot that knows this share of a prompt is taken for it", flags="-sps", least=0, most=1,
+    )  # fmt: skip
+    ubatch_size: int = option(
+        CHUNK, "most tokens of a run: longer prompts are read in parts between others' tokens", flags="-ub",
+        least=32, most=512,
+    )  # fmt: skip
+    context_shift: bool = option(
+        False,
+        "an answer that fills the context goes on: tokens in the middle of the text are forgotten",
+    )
+    n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", least=-1)
+    queue: int = option(256, "most requests that wait for a slot; others are refused", least=1)
+    timeout: int = option(3600, "seconds after which an answer is ended", flags="-to", least=1)
+    seed: int = SAMPLING(
+        -1, "random seed; -1: a new one each time", flags="-s", least=-1, most=MOST_SEED
+    )
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    reasoning_format: str = option(
+        THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
+    )  # fmt: skip
+    lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
+    swa_full: bool = MODEL(
+        False, "layers with a sliding window keep all tokens in the cache, not only the window's"
+    )
+    swa_checkpoints: int = MODEL(
+        8, "states of the windows that are kept", flags="--ctx-checkpoints", least=0
+    )
+    activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
+    precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
+    device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
+    flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
+    embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
+    pooling: str | None = option(
+        None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
+    )
+    slots: bool = option(True, "answer /slots: what each slot does")
+    metrics: bool = option(False, "answer /metrics, for Prometheus")
+    ui: bool = option(True, "show a page to compare models at /")
+    slot_save_path: Path | None = option(None, "folder in which requests may save slots")
+    memory: str | None = MEMORY(
+        None, "memory limit, such as 2GiB; refused if it does not fit", metavar="SIZE"
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the model that are given."""
+        given = (name.strip() for name in (self.alias or "").split(","))
+        return [name for name in dict.fromkeys(given) if name]
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
+    def keys(self) -> list[str]:
+        """The API keys. Raises InputError."""
+        found = [*self.api_key]
+        if self.api_key_file is not None:
+            lines = read_text(self.api_key_file, "--api-key-file").splitlines()
+            found += [line.strip() for line in lines if line.strip()]
+            if not found:
+                raise InputError(
+                    f"--api-key-file: {self.api_key_file} has no key; write one a line"
+                )
+        if "" in found:
+            raise InputError("--api-key is empty; give a key, or leave it out")
+        return found
+
+
+def load(settings: Serve, events: Events) -> Server:
+    """The model, all its memory planned and reserved, and its engine running. Raises InputError, DoesNotFit."""
+    settings.check_sampling()
+    folder = settings.slot_save_path
+    if folder is not None:
+        if not folder.is_dir():
+            raise InputError(f"--slot-save-path: {folder} is not a folder")
+        remove_parts(folder)
+    model = opened(settings, events.message, by_token=True)
+    tokenizer = model.tokenizer()
+    renderer, source, bos = template_of(settings, model, tokenizer, events)
+    kernels.prepare((*kernels.WRITING, *kernels_of(model.config)))
+    context, embedder = contexts(settings, model, events)
+    engine = Engine(
+        context, tokenizer, waiting=settings.queue, chunk=settings.ubatch_size,
+        similar=settings.slot_prompt_similarity, shifts=settings.context_shift,
+    )  # fmt: skip
+    names = settings.names or [settings.model.name]
+    given = [split_scale(one) for one in settings.lora]
+    server = Server(
+        model, tokenizer, renderer, source, bos, engine,
+        name=names[0], aliases=tuple(names[1:]), sampling=settings.sampling, seed=settings.seed,
+        limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
+        model_hash=fingerprint(model), adapters=tuple(adapter_file(path) for path, _ in given),
+        scales=tuple(scale for _, scale in given),
+        embedder=embedder, slots=folder, watched=settings.slots, page=settings.ui, measured=settings.metrics,
+        reasoning=settings.reasoning_format,
+    )  # fmt: skip
+    if embedder is not None:
+        server.pooling = settings.pooling or pooling_of(model)
+    return server
+
+
+def adapter_file(path: Path) -> AdapterFile:
+    """The names and the hash by which clients tell adapters apart."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    folder = path.absolute().parent
+    return AdapterFile(path.name, (folder if folder.suffix == ".run" else path).stem, sha256)
+
+
+def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context, Context | None]:
+    """The context of answers, and that of embeddings if they are asked for. Raises InputError, DoesNotFit."""
+    most = settings.ctx or min(model.config.context_length, CONTEXT)
+    check_context(model.config, most, events.message)
+    check_cache(model, most, settings.cache_type)
+    limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
+    how: Any = {
+        "cache": settings.cache_type,
+        "target": target(settings.device),
+        "say": events.message,
+        "memory": limit,
+    }
+    beside = REQUESTS
+    embedder = None
+    if settings.embeddings:
+        cells = min(most, EMBEDDED)
+        embedder = Context(
+            model,
+            cells=cells,
+            sequences=settings.parallel,
+            checkpoints=0,
+            hidden=True,
+            beside=beside,
+            **how,
+        )
+        if limit is not None:
+            beside += needed(
+                {name: run.placed for name, run in embedder.runs.items()}, model.stored()
+            )
+    context = Context(
+        model, cells=most, sequences=settings.parallel, parts=not settings.kv_unified,
+        prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)),
+        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, beside=beside, **how,
+    )  # fmt: skip
+    for one in (context, embedder):
+        if one is not None:  # loads the kernels
+            one.decode([0])
+            one.remove(0)
+    return context, embedder
+
+
+def template_of(
+    settings: Serve, model: ModelFile, tokenizer: Tokenizer, events: Events
+) -> tuple[Renderer, str, str]:
+    """What renders conversations, the template's text, and the text of BOS. Raises InputError."""
+    metadata = model.gguf.metadata
+    asked = settings.chat_template and template_named(settings.chat_template)
+    taken = choose_template(metadata, template_source(metadata), asked)
+    if taken.why:
+        events.message(taken.note)
+    bos, eos = (
+        "" if id is None else tokenizer.tokens[id].decode(errors="replace")
+        for id in (tokenizer.bos, tokenizer.eos)
+    )
+    ends = [tokenizer.tokens[id].decode(errors="replace") for id in tokenizer.ends]
+    return Renderer(ChatTemplate(taken.source, bos, eos, memory=RENDERED), ends), taken.source, bos

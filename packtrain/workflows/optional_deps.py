@@ -1,0 +1,17 @@
+"""The extra `server` of the package: whether it is installed."""
+
+from importlib.util import find_spec
+
+from packtrain.common.errors import InputError
+
+NEEDED = "starlette", "uvicorn"
+
+
+def check_server(what: str) -> None:
+    """Raises InputError, which says what needs it, unless the extra `server` is installed."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"{what} needs {' and '.join(missing)}: pip install {' '.join(missing)} (or packtrain with its extra"
+            " server)"
+        )

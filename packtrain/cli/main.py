@@ -36,7 +36,7 @@ from packtrain.common.options import add_flags, from_flags, positionals
 from packtrain.common.text import did_you_mean
 from packtrain.common.version import __version__
 
-# command -> its module in commands/, loaded when the command is given, and the class of its settings
+# command -> its module in cli/, loaded when the command is given, and the class of its settings
 COMMANDS = {
     "demo": ("demo", "DemoSettings"),
     "train": ("train", "TrainSettings"),
@@ -210,7 +210,7 @@ def _line(error: Exception) -> str:
     """The error in one line; an unexpected one also names its type."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))
-    if isinstance(error, DoesNotFit):  # may have several lines, see design.budget
+    if isinstance(error, DoesNotFit):  # may have several lines, see planner.budget
         return error.flags or str(error)
     text = " ".join((getattr(error, "flags", "") or str(error)).split())
     foreseen = isinstance(error, FORESEEN)

@@ -1,6 +1,6 @@
 """How a long task reports progress, and how it is asked to stop.
 
-`Events` ignores everything; the command line prints it (commands.shown), `Callbacks` passes it to functions of the
+`Events` ignores everything; the command line prints it (cli.event_output), `Callbacks` passes it to functions of the
 caller.
 """
 
@@ -62,7 +62,7 @@ class Events:
         """A row of the printed table: a tensor that was written."""
 
     def plan(self, ready: Any) -> None:
-        """A run is planned (`tasks.ready.Ready`) and starts now."""
+        """A run is planned (`workflows.planned_run.Ready`) and starts now."""
 
     @contextmanager
     def training(
@@ -78,7 +78,7 @@ class Events:
         """Text that the model generates after --sample-prompt."""
 
     def answers(self, answers: Sequence[Any]) -> None:
-        """Answers of base and tuned model to held-out questions (`tasks.behaviour.CheckedAnswer`), after a run."""
+        """Answers of base and tuned model to held-out questions (`workflows.behaviour_check.CheckedAnswer`), after a run."""
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""

@@ -1,4 +1,4 @@
-"""The list of element types: scalars and GGUF's block types. Each is defined in types/."""
+"""The list of element types: scalars and GGUF's block types, each defined in a module beside this one."""
 
 import numpy as np
 

@@ -131,7 +131,7 @@ class Dtype:
     def codes(
         self, most: int, *, less: int = 0
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare (w, i): the i-th 64 codes, see types/rounded; without `less` they are at most `most` in size."""
+        """Declare (w, i): the i-th 64 codes, see dtypes/rounded; without `less` they are at most `most` in size."""
 
         def named(function: Callable[..., Any]) -> Callable[..., Any]:
             self.code["codes"] = Code(function, less=less, most=most)
@@ -155,12 +155,12 @@ class Dtype:
         return function
 
     def snap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, w, t, n): the same, onto a grid whose table is at t, see types/neighbours; w 0: no weights."""
+        """Declare (y, x, w, t, n): the same, onto a grid whose table is at t, see dtypes/neighbours; w 0: no weights."""
         self.code["snap"] = Code(function)
         return function
 
     def recode(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, n): n blocks at y, with their scales, get codes for f32 at x; see types/recode."""
+        """Declare (y, x, n): n blocks at y, with their scales, get codes for f32 at x; see dtypes/recode."""
         self.code["recode"] = Code(function)
         return function
 

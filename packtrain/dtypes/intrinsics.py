@@ -1,6 +1,6 @@
 """Placeholders for functions of compiled code: `from packtrain.dtypes.intrinsics import load`, or `words.half_at`.
 
-Files in types/ write kernel functions with names that `kernels.simd`, `bits` and `codes` define. Nothing here loads
+Files in dtypes/ write kernel functions with names that `kernels.simd`, `bits` and `codes` define. Nothing here loads
 numba: a Word is an empty object until kernels are compiled, and then tells numba what it means.
 """
 
@@ -19,7 +19,7 @@ class Word:
 
 
 class Code(Word):
-    """A function in types/, to be compiled; int is i64, np.float32 f32, Ints and Floats are vectors of 16.
+    """A function in dtypes/, to be compiled; int is i64, np.float32 f32, Ints and Floats are vectors of 16.
 
     inlined  into its callers; else it is compiled once, and called
     less     what is too much in codes that it gives

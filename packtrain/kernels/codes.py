@@ -1,4 +1,4 @@
-"""Turning values into codes: functions with which types/ packs blocks.
+"""Turning values into codes: functions with which dtypes/ packs blocks.
 
 A code is an integer for value = code * scale + offset. Addresses are those of f32 values.
 """

@@ -1,4 +1,4 @@
-"""Quantized rows to f32, with the functions of types/. Kinds are ggml's type numbers."""
+"""Quantized rows to f32, with the functions of dtypes/. Kinds are ggml's type numbers."""
 
 from numba import types
 

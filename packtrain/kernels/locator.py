@@ -16,7 +16,7 @@ class InFolder(UserProvidedCacheLocator):
     folder, complete = "", False
 
     def __init__(self, py_func, py_file):
-        # part of a file's name: in types/ the code before a function does not belong to its module
+        # part of a file's name: in dtypes/ the code before a function does not belong to its module
         in_room = py_func.__module__.startswith("packtrain.dtypes.")
         self._py_file, self._lineno = py_file, 0 if in_room else py_func.__code__.co_firstlineno
         self._cache_path = self.folder

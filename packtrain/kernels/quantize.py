@@ -1,4 +1,4 @@
-"""Quantizes rows of f32, with the functions of types/. Values must be finite. Kinds are ggml's type numbers."""
+"""Quantizes rows of f32, with the functions of dtypes/. Values must be finite. Kinds are ggml's type numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Compiles the functions of types/, and dispatches between them by type number.
+"""Compiles the functions of dtypes/, and dispatches between them by type number.
 
 The placeholders in dtypes/intrinsics.py get their meaning here.
 """
@@ -45,7 +45,7 @@ def from_rooms(role, decorator):
 
 
 def compiled(code, decorator, done):
-    """Compile a function of types/, and first those that it calls."""
+    """Compile a function of dtypes/, and first those that it calls."""
     if code not in done:
         for other in map(code.function.__globals__.get, code.function.__code__.co_names):
             if isinstance(other, Code):

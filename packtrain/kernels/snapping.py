@@ -33,7 +33,7 @@ def rows(kind, y, sums, x, w, t):
 
     x     (N, width)      f32
     w     (width,)        f32, finite and not below zero; or (0,)
-    t     the table of the type's grid, see types/neighbours
+    t     the table of the type's grid, see dtypes/neighbours
     y     (N, row bytes)  u8
     sums  (2, N)          f64
     """

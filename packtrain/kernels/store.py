@@ -128,7 +128,7 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 @cache
 def of_role(source: str, role: str) -> str:
-    """The part of the files in types/ that some roles depend on: all but functions used only by others."""
+    """The part of the files in dtypes/ that some roles depend on: all but functions used only by others."""
     nodes = _parsed(source)
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     for_role = [f for f in functions if not decorators(f).isdisjoint(role.split())]

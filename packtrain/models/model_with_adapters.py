@@ -55,7 +55,7 @@ def adapted(
     """The model with these adapters in its graphs. Raises InputError for adapters that only work merged.
 
     aware     an adapter of aware training as its merge will store it, not exactly
-    by_token  each token has its own scale for each adapter, instead of those given: see context.adapters
+    by_token  each token has its own scale for each adapter, instead of those given: see kv_cache.adapters
     """
     touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
     ranks, added, owners = [], {}, []

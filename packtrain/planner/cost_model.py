@@ -35,7 +35,7 @@ class Rates:
     threads  number of threads; a single task gets one thread's share of a rate
     call     overhead of a call in seconds, plus `region` for a parallel region
     link     bytes copied between its memory and the process's; 0: as fast as a copy there
-    seen     share of the causally visible blocks that attention computes, which depends on data, see design.pace
+    seen     share of the causally visible blocks that attention computes, which depends on data, see planner.expected_pace
     counted  share of the positions that have a target, likewise
     others   rates of other backends by name; those without any have the same
     """

@@ -68,7 +68,7 @@ def is_older(settings: TuneSettings) -> bool:
 
 
 def replayed(settings: TuneSettings, config: Config, samples: Samples) -> int:
-    """Texts of the base that rows end in, see training.replay. Raises InputError where there can be none."""
+    """Texts of the base that rows end in, see training.replay_texts. Raises InputError where there can be none."""
     name = "" if settings.model is None else settings.model.name
     reasons = {
         "--teacher says what all texts should be like": settings.teacher is not None,

@@ -1,4 +1,4 @@
-"""Fine-tuning the model of a file: settings in, a Job out, like `training.job` for a new model.
+"""Fine-tuning the model of a file: settings in, a Job out, like `training.training_job` for a new model.
 
 Trains LoRA adapters, or the matrices themselves; all frozen tensors are read in place from the file.
 """

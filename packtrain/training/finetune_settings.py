@@ -187,7 +187,7 @@ class TuneSettings(RunSettings):
 
     @property
     def usual_rate(self) -> float:
-        """The rate of runs from before it followed from the width; see training.tune_defaults for later ones."""
+        """The rate of runs from before it followed from the width; see training.finetune_defaults for later ones."""
         usual = FULL_RATE if self.full else LORA_RATE
         return usual if self.loss == NEXT_TOKEN else usual / 10
 

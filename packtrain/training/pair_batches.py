@@ -1,4 +1,4 @@
-"""Batches of pairs of answers, for the losses of `models.preference`.
+"""Batches of pairs of answers, for the losses of `models.preference_loss`.
 
 The samples 2i and 2i + 1 are the chosen and the rejected answer of pair i; a row holds whole pairs.
 """

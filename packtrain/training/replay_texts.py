@@ -1,4 +1,4 @@
-"""Texts that the base writes before step 1; every row of a batch ends in one of them: see models.replay.
+"""Texts that the base writes before step 1; every row of a batch ends in one of them: see models.replay_loss.
 
 The base writes them from nothing, at temperature 1; rank 0 keeps them in the run folder with what the base finds likely
 in them, where a resumed run reads them.
@@ -45,7 +45,7 @@ class ReplayBatches(SampleBatches):
     time   tokens of a row that are left for samples
     texts  how many; rows take them in turn
     known  of each text its `tokens` (texts, length + 1), and of each but the first `means` (texts, length, C) f16 of
-           the head's rows by the base's probabilities and `constants` (texts, length), see models.replay; a first token
+           the head's rows by the base's probabilities and `constants` (texts, length), see models.replay_loss; a first token
            of -1: it is not written yet
     """
 

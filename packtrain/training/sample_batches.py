@@ -1,4 +1,4 @@
-"""Batches of tokenized samples as a pure function of an index, like training.batches for running text.
+"""Batches of tokenized samples as a pure function of an index, like training.text_batches for running text.
 
 Turns samples into inputs of `transformer.loss`; `weights` is 1 for a target in the loss. Samples that share a row
 are separated by `seq` and `pos`: none attends to another.
@@ -21,7 +21,7 @@ class SampleBatches:
     pack     best-fit packing: each sample, longest first, goes into the fullest row that has room for it;
              otherwise a row is one sample and padding
     shuffle  each epoch has its rows in a new random order, and fills them with other samples of the same lengths
-    texts    of the base in which rows end, see training.replay
+    texts    of the base in which rows end, see training.replay_texts
     """
 
     texts: int | None = None

@@ -31,7 +31,7 @@ TOKENS = 32  # whose logits are computed at a time
 
 
 class TeacherBatches(SampleBatches):
-    """Like SampleBatches; a batch has inputs for the loss of `models.distill` in addition.
+    """Like SampleBatches; a batch has inputs for the loss of `models.distillation_loss` in addition.
 
     teacher_ids    (rows, top + 1, time)  i32, the target, then the teacher's tokens
     teacher_parts  (rows, top + 1, time)  f32, see Distill.parts

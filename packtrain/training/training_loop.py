@@ -29,7 +29,7 @@ class Fit:
     job: Job
     engine: Engine
     folder: Path
-    pace: Callable[[float, int], str | None] | None = None  # see design.pace
+    pace: Callable[[float, int], str | None] | None = None  # see planner.expected_pace
     sample: Callable[[], str] | None = None
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)

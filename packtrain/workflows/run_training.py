@@ -1,6 +1,6 @@
 """A training run from its settings to its result: planned, run, stopped, resumed.
 
-`tasks.train` and `tasks.finetune` give what they do differently as functions. Progress is reported to `Events`.
+`workflows.training_run` and `workflows.finetuning` give what they do differently as functions. Progress is reported to `Events`.
 """
 
 import math

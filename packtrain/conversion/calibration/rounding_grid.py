@@ -1,7 +1,7 @@
 """The grid of quantized rows: value = code * step + low, with a step and a low for each group of a row.
 
 Extracts codes, steps and lows from quantized rows; `put_codes` writes new codes and keeps the scales. The layout of a
-block is defined with its type, in types/. It knows no models.
+block is defined with its type, in dtypes/. It knows no models.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Values of block types by PyTorch: the functions in types/ that unpack a block, for all blocks at once.
+"""Values of block types by PyTorch: the functions in dtypes/ that unpack a block, for all blocks at once.
 
 Their words (`load`, `half_at`, …) get tensors here: a number of each block is (N, 1), sixteen lanes are (N, 16), and an
 address is a place in the bytes of each block. So a type is described once, for all backends.

@@ -1,4 +1,4 @@
-"""Scales of adapters that each sequence of a context has chosen, see models.adapted."""
+"""Scales of adapters that each sequence of a context has chosen, see models.model_with_adapters."""
 
 from collections.abc import Sequence
 

@@ -69,7 +69,7 @@ def to_frame(history: Sequence[Mapping[str, Any]]) -> Any:
 
 
 class Bar:
-    """The progress bar in a cell's output; the interface of `watch.bar.Bar`."""
+    """The progress bar in a cell's output; the interface of `monitoring.progress_bar.Bar`."""
 
     def __init__(self, show: Callable[..., Any], steps: int) -> None:
         self.show, self.steps, self.due = show, steps, 0.0

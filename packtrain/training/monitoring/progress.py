@@ -35,7 +35,7 @@ class ProgressLine:
         limit_nbytes: int | None = None,
         bar: Any = None,
     ) -> None:
-        """bar: what draws the line, a `watch.bar.Bar` or a notebook's; by default one for a terminal."""
+        """bar: what draws the line, a `monitoring.progress_bar.Bar` or a notebook's; by default one for a terminal."""
         self.stream, self.steps, self.report_every = stream, steps, report_every
         self.planned_nbytes, self.limit_nbytes = planned_nbytes, limit_nbytes
         self.bar = bar or (bar_module().Bar(stream, steps) if redraws(stream) else None)

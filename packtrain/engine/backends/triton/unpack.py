@@ -1,4 +1,4 @@
-"""Values of block types: the functions in types/ that unpack a block, compiled by Triton for many blocks at once.
+"""Values of block types: the functions in dtypes/ that unpack a block, compiled by Triton for many blocks at once.
 
 Their words (`load`, `half_at`, …) mean what they mean to `ops.torch_blocks`: a number of each block is (N, 1), sixteen
 lanes are (N, 16), and an address is a pointer into each block. Types that look values up in tables are left to PyTorch.

@@ -208,7 +208,7 @@ def whole(text: str | None, where: str) -> int:
 def timed(columns: Columns, enough: int, seconds: float) -> tuple[Packing, float]:
     """The best packing, checked, and the seconds it took."""
     began = time.perf_counter()
-    *_, best = packings(*columns, enough=enough, seconds=seconds)
+    *_, best = packings(*columns, target_height=enough, seconds=seconds)
     took = time.perf_counter() - began
     found = clash(*columns, best.offsets)
     assert found is None, f"buffers {found} share bytes"

@@ -106,7 +106,7 @@ _FOLDERS = {"backends": "packtrain.engine.backends", "ops": "packtrain.engine.op
 
 def _names() -> list[str]:
     """All that is public, in ruff's order, and then the ops."""
-    names = [*_THERE, *(name for late in _LATE.values() for name in late)]
+    names = [*_THERE, *(name for lazy_names in _LATE.values() for name in lazy_names)]
     names.sort(key=lambda name: (not name.isupper(), name))
     return [*names, *importlib.import_module("packtrain.engine.ops").__all__]
 
@@ -125,8 +125,8 @@ def __getattr__(name: str) -> typing.Any:
         if importlib.util.find_spec(folder):
             return importlib.import_module(folder)
         home = "engine.ops"
-    found = getattr(importlib.import_module(f"packtrain.{home}"), name, None) if home else None
-    if found is None:
+    value = getattr(importlib.import_module(f"packtrain.{home}"), name, None) if home else None
+    if value is None:
         raise AttributeError(f"module 'packtrain' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value

@@ -62,13 +62,13 @@ def _signature(cls: type, function: Callable[..., R]) -> inspect.Signature:
     signature = inspect.signature(function)
     first = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     listed = {p.name for p in first}
-    more = [
+    extra = [
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for part in (cls, Callbacks)
         for p in inspect.signature(part).parameters.values()
         if p.name not in listed
     ]
-    return signature.replace(parameters=[*first, *more])
+    return signature.replace(parameters=[*first, *extra])
 
 
 def described(cls: type) -> str:
@@ -84,16 +84,16 @@ def described(cls: type) -> str:
     return "\n\n".join("\n".join([f"{name}:", *texts]) for name, texts in groups.items())
 
 
-def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
+def settings_of(cls: type[S], options: dict[str, Any]) -> tuple[S, Callbacks]:
     """Split keywords into settings, checked as on the command line, and callbacks. Raises InputError."""
     assert is_dataclass(cls)
-    called = {name: given[name] for name in given.keys() & CALLBACKS}
+    called = {name: options[name] for name in options.keys() & CALLBACKS}
     for name, function in called.items():
         if name == "cancel" and not hasattr(function, "is_set"):
             raise InputError(f"cancel is {function!r}; it must be a threading.Event")
         if name != "cancel" and function is not None and not callable(function):
             raise InputError(f"{name} is {function!r}; it must be a function")
-    rest = {name: value for name, value in given.items() if name not in CALLBACKS}
+    rest = {name: value for name, value in options.items() if name not in CALLBACKS}
     if type(rest.get("memory")) is int:
         rest["memory"] = f"{rest['memory']}B"
     for name in rest.keys() & {"data", "calibrate"}:
@@ -120,8 +120,8 @@ def finetune(model: File, data: File, **settings: Any) -> Trained:
 
     Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError.
     """
-    given = settings | {"model": model, "data": data}
-    return tuning.finetune(*settings_of(TuneSettings, given))
+    options = settings | {"model": model, "data": data}
+    return tuning.finetune(*settings_of(TuneSettings, options))
 
 
 @command(None)
@@ -137,8 +137,8 @@ def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
         raise InputError("plan takes pt.train or pt.finetune, and then what these take")
     cls, prepare = PREPARES[task]
     names = dict(zip(inspect.signature(task).parameters, given, strict=False))
-    asked: tuple[RunSettings, Callbacks] = settings_of(cls, settings | names)
-    return prepare(asked[0], asked[1].message)
+    parsed: tuple[RunSettings, Callbacks] = settings_of(cls, settings | names)
+    return prepare(parsed[0], parsed[1].message)
 
 
 @command(evaluating.Evaluate)
@@ -149,8 +149,8 @@ def evaluate(model: File, data: File, **settings: Any) -> evaluating.Measured:
 
     Raises InputError; Interrupted if it is stopped.
     """
-    given = settings | {"model": model, "data": data}
-    return evaluating.evaluate(*settings_of(evaluating.Evaluate, given))
+    options = settings | {"model": model, "data": data}
+    return evaluating.evaluate(*settings_of(evaluating.Evaluate, options))
 
 
 @command(comparing.Compare)
@@ -161,8 +161,8 @@ def compare(model: File, data: File, **settings: Any) -> comparing.Compared:
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
-    given = settings | {"model": model, "data": data}
-    return comparing.compare(*settings_of(comparing.Compare, given))
+    options = settings | {"model": model, "data": data}
+    return comparing.compare(*settings_of(comparing.Compare, options))
 
 
 @command(choosing.Choose)
@@ -173,8 +173,8 @@ def choose(model: File, tuned: File, output: File, data: File, **settings: Any) 
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
-    given = settings | {"model": model, "tuned": tuned, "output": output, "data": data}
-    return choosing.choose(*settings_of(choosing.Choose, given))
+    options = settings | {"model": model, "tuned": tuned, "output": output, "data": data}
+    return choosing.choose(*settings_of(choosing.Choose, options))
 
 
 @command(generating.Generate)
@@ -185,8 +185,8 @@ def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
 
     Raises InputError, DoesNotFit.
     """
-    given = {"display_prompt": False} | settings | {"model": model, "prompt": prompt}
-    return generating.generate(*settings_of(generating.Generate, given))
+    options = {"display_prompt": False} | settings | {"model": model, "prompt": prompt}
+    return generating.generate(*settings_of(generating.Generate, options))
 
 
 @command(chatting.Chat)
@@ -211,9 +211,9 @@ def embed(
         raise InputError("prompt: leave it out; texts are what is embedded")
     if not isinstance(normalize, bool):
         raise InputError(f"normalize is {normalize!r}; it must be True or False")
-    given = {} if normalize else {"embd_normalize": -1}
-    asked = given | settings | {"model": model, "prompt": texts}
-    return embedding.embed(*settings_of(embedding.Embed, asked)).vectors
+    defaults = {} if normalize else {"embd_normalize": -1}
+    options = defaults | settings | {"model": model, "prompt": texts}
+    return embedding.embed(*settings_of(embedding.Embed, options)).vectors
 
 
 @command(quantizing.Quantize)
@@ -222,8 +222,8 @@ def quantize(model: File, output: File, type: str, **settings: Any) -> quantizin
 
     pt.quantize("notes.gguf", "notes-q4.gguf", "Q4_K_M")
     """
-    given = settings | {"model": model, "output": output, "type": type}
-    return quantizing.quantize(*settings_of(quantizing.Quantize, given))
+    options = settings | {"model": model, "output": output, "type": type}
+    return quantizing.quantize(*settings_of(quantizing.Quantize, options))
 
 
 @command(merging.Merge)
@@ -232,8 +232,8 @@ def merge(model: File, adapters: File, output: File, **settings: Any) -> quantiz
 
     pt.merge("base.gguf", "tuned.run/adapter.gguf", "tuned.gguf", calibrate="chats.csv")
     """
-    given = settings | {"model": model, "adapters": adapters, "output": output}
-    return merging.merge(*settings_of(merging.Merge, given))
+    options = settings | {"model": model, "adapters": adapters, "output": output}
+    return merging.merge(*settings_of(merging.Merge, options))
 
 
 class Run(Generic[R]):
@@ -248,9 +248,9 @@ class Run(Generic[R]):
         self._thread = threading.Thread(target=self._work, args=(task, given, named), daemon=True)
         self._thread.start()
 
-    def _work(self, task: Callable[..., R], given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _work(self, task: Callable[..., R], args: tuple[Any, ...], named: dict[str, Any]) -> None:
         try:
-            self._result.append(task(*given, **named))
+            self._result.append(task(*args, **named))
         except BaseException as error:  # `result` raises it
             self._error.append(error)
 
@@ -275,9 +275,9 @@ class Run(Generic[R]):
         return self._result[0]
 
 
-def start(task: Callable[..., R], *given: Any, **settings: Any) -> Run[R]:
+def start(task: Callable[..., R], *args: Any, **settings: Any) -> Run[R]:
     """Start `train(…)`, `finetune(…)` or another task in its own thread."""
-    return Run(task, given, settings)
+    return Run(task, args, settings)
 
 
 PREPARES: dict[Any, tuple[type[RunSettings], Prepare]] = {

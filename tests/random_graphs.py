@@ -311,7 +311,7 @@ def _with_gradients(
                 gate = pt.constant("open", np.ones(()))
                 g.handles.extend(_either(g, w, d, hyper, gate))
 
-        pt.differentiate(loss, wrt, keep, then=update)
+        pt.differentiate(loss, wrt, keep, sink=update)
         return pt.Graph(outputs, g.handles)
     made, squares = pt.differentiate(loss, wrt, keep), None
     for d in made.values():

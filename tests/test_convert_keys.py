@@ -250,7 +250,7 @@ def test_the_ramp_of_a_gpt_oss_is_rounded_and_that_is_said(tmp_path: Path) -> No
         changed = config | {"rope_scaling": rope | {"truncate": truncate}}
         (tmp_path / "m/config.json").write_text(json.dumps(changed))
         said: list[str] = []
-        convert(tmp_path / "m", tmp_path / f"{name}.gguf", say=said.append)
+        convert(tmp_path / "m", tmp_path / f"{name}.gguf", report=said.append)
         assert ["config.json: rope_scaling.truncate is False" in line for line in said] == [
             True
         ] * (not truncate)
@@ -287,7 +287,7 @@ def test_a_window_that_a_file_does_not_hold_is_the_context(
             shown |= {"use_sliding_window": False, "layer_types": None}
         (tmp_path / "m/config.json").write_text(json.dumps(shown))
         said: list[str] = []
-        convert(tmp_path / "m", tmp_path / "m.gguf", say=said.append)
+        convert(tmp_path / "m", tmp_path / "m.gguf", report=said.append)
         model = open_model(tmp_path / "m.gguf")
         assert model.config.context_length == context and not model.config.windowed
         line = f"sliding_window is 8, which files of a {model.config.architecture} do not hold: the context is 8 tokens"

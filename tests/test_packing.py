@@ -230,7 +230,7 @@ def test_it_stops_at_what_is_enough() -> None:
     columns = hard(200)
     first, *_ = packings(*columns)
     enough = (first.nbytes + first.bound) // 2
-    found = list(packings(*columns, enough=enough, seconds=20))
+    found = list(packings(*columns, target_height=enough, seconds=20))
     assert found[-1].nbytes <= enough
     assert all(packing.nbytes > enough for packing in found[:-1])
 

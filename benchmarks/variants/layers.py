@@ -107,7 +107,7 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
     shown = f"{name} {shown}, {[*map(len, texts)]} tokens, chunks of {chunk}, {room} cells, swa_full {whole}"
     notes: list[str] = []
     try:
-        convert(folder / "m", folder / "m.gguf", "f32", say=notes.append)
+        convert(folder / "m", folder / "m.gguf", "f32", report=notes.append)
         opened = open_model(folder / "m.gguf")
     except InputError as error:
         return refused(error, *WORDS)

@@ -116,7 +116,7 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
     if not all(np.isfinite(want).all() for want in wanted):
         return Outcome(INVALID, f"{shown}: logits that are not finite")
     try:
-        convert(folder / "m", folder / "m.gguf", "f32", say=lambda line: None)
+        convert(folder / "m", folder / "m.gguf", "f32", report=lambda line: None)
     except InputError as error:
         return refused(error, *NAMES)
     for ids, want in zip(texts, wanted, strict=True):

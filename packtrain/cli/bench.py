@@ -82,28 +82,28 @@ def report(settings: Bench, measured: Callable[[Any], Iterator[Table]]) -> int:
     """Print each table as it is measured, then write the files. Raises InputError, OSError."""
     checked(settings)
     kernels.load_all()
-    about, found = machine_rates.about(), list[Table]()
+    about, tables = machine_rates.about(), list[Table]()
     print(machine_rates.sentence(about), flush=True)
     try:
         with Quiet() as quiet:
             for table in measured(settings):
                 print(f"\n{table.text()}", flush=True)
-                found.append(table)
+                tables.append(table)
     except PeerFailed as error:
         say(f"packtrain: error: {error}")
         return FAILED
-    waited = max([quiet.share, *(table.waited for table in found)])
-    said = quiet_or_not(waited)
-    print(f"\n{said}")
+    waited = max([quiet.share, *(table.waited for table in tables)])
+    verdict = quiet_or_not(waited)
+    print(f"\n{verdict}")
     if settings.json:
-        made = {**about, "waited": waited, "quiet": waited < WAITED}
-        made["tables"] = [table.plain() for table in found]
-        write_text(settings.json, json.dumps(made, indent=1) + "\n")
+        result = {**about, "waited": waited, "quiet": waited < WAITED}
+        result["tables"] = [table.plain() for table in tables]
+        write_text(settings.json, json.dumps(result, indent=1) + "\n")
     if settings.markdown:
-        texts = [table.markdown() for table in found]
+        texts = [table.markdown() for table in tables]
         write_text(
             settings.markdown,
-            "\n".join([PAGE, machine_rates.sentence(about) + ".", said, "", *texts]),
+            "\n".join([PAGE, machine_rates.sentence(about) + ".", verdict, "", *texts]),
         )
     return DONE
 
@@ -150,6 +150,6 @@ def measured(settings: Bench) -> Iterator[Table]:
 
 
 @contextmanager
-def counting(what: str, part: str) -> Iterator[Counted]:
-    with Count(sys.stderr, what, part) as count:
+def counting(label: str, part: str) -> Iterator[Counted]:
+    with Count(sys.stderr, label, part) as count:
         yield count

@@ -72,13 +72,13 @@ def _take(talk: Talk, line: str, terminal: bool) -> bool:
         say("there is no message to answer yet")
         return True
     try:
-        ended = talk.answer(text).ended
+        end_reason = talk.answer(text).ended
         write("\n")
     except InputError as error:
         if not terminal:
             raise
         say(f"{error.flags or error}{CLEAR if isinstance(error, TooLong) else ''}")
         return True
-    if ended in ENDS:
-        say(ENDS[ended].format(cells=talk.cells, most=talk.max_tokens))
-    return terminal or ended != "interrupted"
+    if end_reason in ENDS:
+        say(ENDS[end_reason].format(cells=talk.cells, most=talk.max_tokens))
+    return terminal or end_reason != "interrupted"

@@ -33,37 +33,37 @@ class Check:
 def run(settings: Check) -> int:
     """Check ops, print a table, and say what is beyond tolerance. Raises InputError, OSError."""
     chosen = _chosen(settings)
-    among = [target(device).backends[0] for device in settings.device]
-    began, found = time.perf_counter(), list[Found]()
+    backends = [target(device).backends[0] for device in settings.device]
+    start_time, results = time.perf_counter(), list[Found]()
     with Count(sys.stderr, "checking", "op") as count:
         for i, name in enumerate(chosen):
             count(i + 1, len(chosen), name)
             try:
-                found += check(name, among, settings.seed)
+                results += check(name, backends, settings.seed)
             except Exception as error:  # a kernel that fails is one more thing to report
-                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                found.append(Found(name, "", "", what, "", float("inf"), 0.0))
-    seconds = time.perf_counter() - began
-    print("\n".join(lines(found, seconds)))
+                message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                results.append(Found(name, "", "", message, "", float("inf"), 0.0))
+    seconds = time.perf_counter() - start_time
+    print("\n".join(lines(results, seconds)))
     if settings.json:
-        write_text(settings.json, json.dumps(plain(found, seconds), indent=1) + "\n")
+        write_text(settings.json, json.dumps(plain(results, seconds), indent=1) + "\n")
     if settings.markdown:
-        write_text(settings.markdown, page(found))
-    failed = [one for one in found if not one.passed]
-    for one in failed:
-        say(str(one) if one.case == NO_KERNEL else f"beyond tolerance: {one}")
+        write_text(settings.markdown, page(results))
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        say(str(result) if result.case == NO_KERNEL else f"beyond tolerance: {result}")
     return FAILED if failed else DONE
 
 
 def _chosen(settings: Check) -> list[str]:
-    known = names()
+    op_names = names()
     for name in settings.ops:
-        if name not in known:
-            near = did_you_mean(name, known) or f"; there are {', '.join(known)}"
-            raise InputError(f"OPS: there is no op {name}{near}")
+        if name not in op_names:
+            suggestion = did_you_mean(name, op_names) or f"; there are {', '.join(op_names)}"
+            raise InputError(f"OPS: there is no op {name}{suggestion}")
     if settings.markdown and settings.ops:
         raise InputError("--markdown writes a page about all ops; give no names")
     for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
         if file:
             check_writable(file, flag)
-    return list(dict.fromkeys(settings.ops)) or known
+    return list(dict.fromkeys(settings.ops)) or op_names

@@ -12,17 +12,20 @@ def run(settings: Choose) -> int:
     """Write the file and print a line per try. Raises InputError, DoesNotFit, and Interrupted on a signal."""
     if settings.svg is not None:
         check_writable(settings.svg, "--svg")
-    found = choose(settings, Shown())
-    best = found.best
-    if not found.enough:
+    result = choose(settings, Shown())
+    best = result.best
+    if not result.enough:
         say(
-            f"warning: no file keeps {found.keep:.0%} of the gain; the one that keeps most was written"
+            f"warning: no file keeps {result.keep:.0%} of the gain; the one that keeps most was written"
         )
     print(
-        f"{found.output}: {best.name}, {best.how}, {best.nbytes / MIB:.2f} MiB, keeps {best.kept:.1%}"
+        f"{result.output}: {best.name}, {best.how}, {best.nbytes / MIB:.2f} MiB, keeps {best.kept:.1%}"
     )
     if settings.svg is not None:
-        points = [(one.how, one.name, one.nbytes, one.kept) for one in found.tries]
+        points = [
+            (candidate.how, candidate.name, candidate.nbytes, candidate.kept)
+            for candidate in result.tries
+        ]
         write_text(settings.svg, gains(points, settings.keep))
         say(f"the picture is {settings.svg}")
     return DONE

@@ -9,7 +9,7 @@ from packtrain.training.monitoring.runs_page import scriptless_page
 from packtrain.workflows.comparison import Compared
 
 
-def comparison_page(data: Path, rows: Sequence[Mapping[str, str]], found: Compared) -> str:
+def comparison_page(data: Path, rows: Sequence[Mapping[str, str]], comparison: Compared) -> str:
     """The HTML; `rows` are the measures of each model by their headings."""
     head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
     cells = (
@@ -17,11 +17,13 @@ def comparison_page(data: Path, rows: Sequence[Mapping[str, str]], found: Compar
         for row in rows
     )
     table = "".join(f"<tr>{row}</tr>" for row in cells)
-    names = [Path(one.name).name for one in found.subjects]
+    names = [Path(subject.name).name for subject in comparison.subjects]
     if len(set(names)) < len(names):
-        names = [one.name for one in found.subjects]
-    articles = "\n".join(_article(found, names, number) for number in range(len(found.questions)))
-    about = f"{plural(len(found.questions), 'conversation')} of {data}"
+        names = [subject.name for subject in comparison.subjects]
+    articles = "\n".join(
+        _article(comparison, names, number) for number in range(len(comparison.questions))
+    )
+    about = f"{plural(len(comparison.questions), 'conversation')} of {data}"
     return scriptless_page(
         "Models compared",
         f"<h1>Models compared</h1>\n<p>{escape(about)}</p>\n"
@@ -30,17 +32,17 @@ def comparison_page(data: Path, rows: Sequence[Mapping[str, str]], found: Compar
     )
 
 
-def _article(found: Compared, names: Sequence[str], number: int) -> str:
+def _article(comparison: Compared, names: Sequence[str], number: int) -> str:
     """A question: the answer that the data has, and those of the models."""
-    question = found.questions[number]
+    question = comparison.questions[number]
     columns = [_column("data", "the answer in the data", "", question.answer)]
-    for name, one in zip(names, found.subjects, strict=True):
-        kind = "right" if (one.has or one.right)[number] else "wrong"
-        verdict = kind if not one.has else "in style" if kind == "right" else "not in style"
-        verdict += f", score {one.scores[number]:.3g}" if one.scores else ""
-        columns.append(_column(kind, name, f" · <b>{verdict}</b>", one.answers[number]))
+    for name, subject in zip(names, comparison.subjects, strict=True):
+        kind = "right" if (subject.has or subject.right)[number] else "wrong"
+        verdict = kind if not subject.has else "in style" if kind == "right" else "not in style"
+        verdict += f", score {subject.scores[number]:.3g}" if subject.scores else ""
+        columns.append(_column(kind, name, f" · <b>{verdict}</b>", subject.answers[number]))
     return (
-        f"<article><h3>{number + 1:,} of {len(found.questions):,}</h3>"
+        f"<article><h3>{number + 1:,} of {len(comparison.questions):,}</h3>"
         f'<pre class="question">{escape(question.text)}</pre>'
         f'<div class="answers">{"".join(columns)}</div></article>'
     )

@@ -24,16 +24,16 @@ class Compile:
 def run(settings: Compile) -> int:
     """Compile every kernel module that is not compiled, and print the folder. Raises DoesNotFit, InputError."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     names = store.modules()
     count = kernels.prepare(names, limit, private_nbytes())
     free = math.inf if limit is None else limit - private_nbytes()
-    usual = PRESETS["1m"]
-    configs = usual, replace(usual, expert_count=1), replace(usual, conv_width=2)
-    wanted = product(configs, (False, True), OPTIMIZERS.values())
-    for modules in dict.fromkeys(needed(*one) for one in wanted):
+    base_config = PRESETS["1m"]
+    configs = base_config, replace(base_config, expert_count=1), replace(base_config, conv_width=2)
+    variants = product(configs, (False, True), OPTIMIZERS.values())
+    for modules in dict.fromkeys(needed(*variant) for variant in variants):
         loaded(modules, free)  # measured, so that a tight budget can be planned
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     folders = sorted({str(store.folder_of(name).parent) for name in names})
     print(
         f"{len(names)} kernel modules, {count} compiled now in {seconds:.0f} s, in {', '.join(folders)}"

@@ -60,8 +60,8 @@ def _check(settings: Convert) -> None:
         raise InputError(
             "--type has no effect with --base: adapters are f32; leave one of them out"
         )
-    idle = ("--output", settings.output is not None), ("--overwrite", settings.overwrite)
-    for flag in (flag for flag, given in idle if given and settings.peft is not None):
+    unused_flags = ("--output", settings.output is not None), ("--overwrite", settings.overwrite)
+    for flag in (flag for flag, is_set in unused_flags if is_set and settings.peft is not None):
         raise InputError(f"{flag} has no effect with --peft; leave one of them out")
 
 

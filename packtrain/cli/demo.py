@@ -57,14 +57,14 @@ def run(settings: DemoSettings) -> int:
 
 def documents(nbytes: int) -> Iterator[str]:
     """Docstrings of the standard library with their names, file by file, about `nbytes` in total."""
-    root, taken = Path(sysconfig.get_path("stdlib")), 0
+    root, num_chars = Path(sysconfig.get_path("stdlib")), 0
     for file in sorted(root.rglob("*.py")):
         inner = file.relative_to(root).parts[:-1]
         if {"site-packages", "test", "tests", "idle_test", "__pycache__"} & {*inner}:
             continue
         for document in _docstrings(file):
-            taken += len(document)
-            if taken > nbytes:
+            num_chars += len(document)
+            if num_chars > nbytes:
                 return
             yield document
 

@@ -49,7 +49,7 @@ def _openai(
         {"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)
     ]
     count = sum(done.tokens)
-    made: dict[str, object] = {
+    response: dict[str, object] = {
         "object": "list",
         "data": data,
         "model": settings.model.name,
@@ -59,8 +59,8 @@ def _openai(
         wide = done.vectors.astype(np.float64)
         length = np.sqrt((wide * wide).sum(1, keepdims=True))
         unit = wide / np.where(length == 0, 1, length)
-        made["cosineSimilarity"] = np.round(unit @ unit.T, 6).tolist()
-    return made
+        response["cosineSimilarity"] = np.round(unit @ unit.T, 6).tolist()
+    return response
 
 
 def _numbers(row: np.ndarray) -> list[float]:

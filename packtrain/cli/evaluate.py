@@ -9,29 +9,29 @@ from packtrain.workflows.evaluation import Evaluate, Measured, evaluate
 
 def run(settings: Evaluate) -> int:
     """Print losses and perplexities. Raises InputError, and Interrupted on a signal."""
-    found = evaluate(settings, Shown())
-    for line in _table(found) if len(found.losses) > 1 else _single(found):
+    result = evaluate(settings, Shown())
+    for line in _table(result) if len(result.losses) > 1 else _single(result):
         print(line)
-    print(found.method)
-    if not found.same:
+    print(result.method)
+    if not result.same:
         print(
             "these models tokenize the data differently: their losses and perplexities cannot be compared"
         )
     return 0
 
 
-def _single(found: Measured) -> Iterator[str]:
-    loss = found.loss()
+def _single(result: Measured) -> Iterator[str]:
+    loss = result.loss()
     yield f"loss {loss} nats per token, perplexity {loss.exponential}"
 
 
-def _table(found: Measured) -> Iterator[str]:
+def _table(result: Measured) -> Iterator[str]:
     """A line for each model, with its difference from the first if they can be compared."""
-    first, width = next(iter(found.losses.values())), max(map(len, found.losses))
-    beside = "  difference of loss" if found.same else ""
-    yield f"{'':<{width}}  {'loss':<20}  {'perplexity':<20}{beside}"
-    for name, losses in found.losses.items():
-        loss = found.loss(name)
+    first, width = next(iter(result.losses.values())), max(map(len, result.losses))
+    diff_heading = "  difference of loss" if result.same else ""
+    yield f"{'':<{width}}  {'loss':<20}  {'perplexity':<20}{diff_heading}"
+    for name, losses in result.losses.items():
+        loss = result.loss(name)
         line = f"{name:<{width}}  {loss!s:<20}  {loss.exponential!s:<20}"
-        compared = found.same and losses is not first
+        compared = result.same and losses is not first
         yield f"{line}  {Mean.of(losses - first)}" if compared else line.rstrip()

@@ -59,8 +59,8 @@ class Shown(Events):
     def row(self, text: str) -> None:
         print_row(text)
 
-    def plan(self, ready: Any) -> None:
-        self.message(ready.ended or "\n".join([str(ready), *ready.notes]))
+    def plan(self, run_plan: Any) -> None:
+        self.message(run_plan.ended or "\n".join([str(run_plan), *run_plan.notes]))
 
     @contextmanager
     def training(
@@ -87,8 +87,8 @@ class Shown(Events):
         self.message("\n".join(side_by_side(answers, columns)))
 
     @contextmanager
-    def counting(self, what: str, part: str) -> Iterator[Counted]:
-        with Count(self._stream, what, part) as count:
+    def counting(self, label: str, part: str) -> Iterator[Counted]:
+        with Count(self._stream, label, part) as count:
             yield count
 
     @contextmanager

@@ -28,14 +28,15 @@ def run(settings: TuneSettings) -> int:
     say(f"{done.output}: {size_text(done.output.stat().st_size)}")
     tuned = cast(Tuned, job.subject)
     # there llama.cpp leaves an adapter's attention out
-    beside = not tuned.model.config.kv_lora_rank
-    for command in _uses(cast(TuneSettings, job.settings), tuned, beside):
+    adapter_works = not tuned.model.config.kv_lora_rank
+    for command in _uses(cast(TuneSettings, job.settings), tuned, adapter_works):
         say(f"  {command}")
     return 0
 
 
-def _uses(settings: TuneSettings, tuned: Tuned, beside: bool) -> Iterator[str]:
-    """Commands that run the result, as chat or as plain generation; `beside`, also an adapter alone with llama.cpp."""
+def _uses(settings: TuneSettings, tuned: Tuned, adapter_works: bool) -> Iterator[str]:
+    """Commands that run the result, as chat or as plain generation; `adapter_works`, also an adapter alone
+    with llama.cpp."""
     chats, short = tuned.chats, tuned.model.config.short_context
     name, base = shlex.quote(str(settings.output)), shlex.quote(str(settings.model))
     if settings.merge == "none" and settings.aware:  # beside the base it is not what was trained
@@ -47,9 +48,9 @@ def _uses(settings: TuneSettings, tuned: Tuned, beside: bool) -> Iterator[str]:
     yield f"packtrain chat {name}" if chats else f"packtrain generate {name} -p 'Once'"
     prompt = f" -c {short}" if 0 < (settings.ctx or 1) <= short else ""
     prompt += "" if chats else " -no-cnv -p 'Once'"
-    if beside or settings.merge != "none":
+    if adapter_works or settings.merge != "none":
         yield f"llama-cli -m {name}{prompt}"
-    if beside and not (settings.full or settings.aware) and settings.merge != "none":
+    if adapter_works and not (settings.full or settings.aware) and settings.merge != "none":
         adapter = shlex.quote(str(settings.adapter or settings.folder / ADAPTER))
         yield f"llama-cli -m {base} --lora {adapter}{prompt}"
     model = OTHERS.sub("-", name_of(settings.output)).strip("-.") or "tuned"

@@ -25,7 +25,7 @@ def run(settings: Generate) -> int:
         say(
             f"{plural(done.drafted, 'token')} guessed, {done.accepted:,} of them right ({share:.0%})"
         )
-    for one in (done, *done.others):
-        what = f"seed {one.seed}" if one.score is None else f"score {one.score:.4f}"
-        say(f"{what}; ended by {ENDS[one.ended]}")
+    for answer in (done, *done.others):
+        label = f"seed {answer.seed}" if answer.score is None else f"score {answer.score:.4f}"
+        say(f"{label}; ended by {ENDS[answer.ended]}")
     return INTERRUPTED if done.ended == "interrupted" else DONE

@@ -32,13 +32,13 @@ class Inspect:
 
 def run(settings: Inspect) -> int:
     """Print the file's description. Raises InputError if it is not a valid GGUF file."""
-    found = describe(GGUF(settings.model))
+    description = describe(GGUF(settings.model))
     if not settings.tensors:
-        del found["tensors"]
+        del description["tensors"]
     if settings.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(description, indent=2))
     else:
-        print("\n".join(map(printable, lines(found))))
+        print("\n".join(map(printable, lines(description))))
     return 0
 
 
@@ -62,26 +62,28 @@ def describe(gguf: GGUF) -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(description: dict[str, Any]) -> Iterator[str]:
     """The description as text."""
-    vocabulary = found["vocabulary"]
-    parts = f" and {plural(found['parts'] - 1, 'more part')}" if found["parts"] > 1 else ""
-    yield f"file          {found['file']}{parts}"
-    yield f"size          {found['file_bytes']:,} bytes"
-    yield f"architecture  {found['architecture']}"
-    yield f"parameters    {found['parameters']:,}"
-    yield f"tensors       {sum(of['tensors'] for of in found['types'].values())}"
-    for name, of in found["types"].items():
-        yield f"  {name:12}{of['tensors']:<6}{of['bytes'] / MIB:,.2f} MiB"
+    vocabulary = description["vocabulary"]
+    parts = (
+        f" and {plural(description['parts'] - 1, 'more part')}" if description["parts"] > 1 else ""
+    )
+    yield f"file          {description['file']}{parts}"
+    yield f"size          {description['file_bytes']:,} bytes"
+    yield f"architecture  {description['architecture']}"
+    yield f"parameters    {description['parameters']:,}"
+    yield f"tensors       {sum(stats['tensors'] for stats in description['types'].values())}"
+    for name, stats in description["types"].items():
+        yield f"  {name:12}{stats['tensors']:<6}{stats['bytes'] / MIB:,.2f} MiB"
     kind = " ".join(filter(None, (vocabulary["kind"], vocabulary["pre"])))
     yield f"vocabulary    {plural(vocabulary['tokens'], 'token')}, kind {kind}"
     for name, token in vocabulary["special"].items():
         yield f"  {name:12}{token['id']} {token['text']}"
-    yield f"chat template {', '.join(found['chat_templates']) or 'none'}"
+    yield f"chat template {', '.join(description['chat_templates']) or 'none'}"
     yield "metadata"
-    for key, value in found["metadata"].items():
+    for key, value in description["metadata"].items():
         yield f"  {key} = {value}"
-    for tensor in found.get("tensors", ()):
+    for tensor in description.get("tensors", ()):
         shape = str(tensor["shape"])
         yield f"{tensor['name']:32} {shape:>16} {tensor['type']:>6} {tensor['bytes']:>14,} bytes"
 
@@ -90,9 +92,9 @@ def _types(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
     """Tensors and bytes of each element type, the largest first."""
     types: dict[str, dict[str, int]] = {}
     for e in entries:
-        of = types.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
-        of["tensors"] += 1
-        of["bytes"] += e.nbytes
+        stats = types.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
+        stats["tensors"] += 1
+        stats["bytes"] += e.nbytes
     return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
 
 
@@ -120,17 +122,17 @@ def _vocabulary(gguf: GGUF) -> dict[str, Any]:
 
 def _shown(value: Value) -> Any:
     """A metadata value to print or for JSON: long arrays as their length, long texts cut."""
-    given = value.value
-    if isinstance(given, list | np.ndarray):
-        if len(given) > FEW:
-            return f"[{len(given)} {value.kind if value.kind != 'string' else 'strings'}]"
-        return [_shown(Value(value.kind, one)) for one in given]
-    if isinstance(given, bytes):
-        return given.decode(errors="replace")
-    if isinstance(given, str) and len(given) > LONG:
-        return f"{given[:LONG]}… ({len(given)} characters)"
-    if isinstance(given, np.generic):
-        given = given.item()
-    if isinstance(given, float) and not math.isfinite(given):
-        return str(given)  # JSON has no NaN or infinity
-    return float(str(np.float32(given))) if value.kind == "f32" else given
+    content = value.value
+    if isinstance(content, list | np.ndarray):
+        if len(content) > FEW:
+            return f"[{len(content)} {value.kind if value.kind != 'string' else 'strings'}]"
+        return [_shown(Value(value.kind, item)) for item in content]
+    if isinstance(content, bytes):
+        return content.decode(errors="replace")
+    if isinstance(content, str) and len(content) > LONG:
+        return f"{content[:LONG]}… ({len(content)} characters)"
+    if isinstance(content, np.generic):
+        content = content.item()
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)  # JSON has no NaN or infinity
+    return float(str(np.float32(content))) if value.kind == "f32" else content

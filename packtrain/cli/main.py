@@ -84,38 +84,38 @@ def main(arguments: Sequence[str] | None = None, *, own: bool = False) -> int:
         return STOPPED
 
 
-def _ran(arguments: Sequence[str] | None, own: bool) -> int:
+def _ran(arguments: Sequence[str] | None, is_process: bool) -> int:
     # more are never used, and take time to start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _streams()
-    with not_collecting(freeze=own), _ctrl_c_waits():
-        given = _given(_parser(_asked(arguments)), arguments)
-        if given is None:
+    with not_collecting(freeze=is_process), _ctrl_c_waits():
+        options = _given(_parser(_asked(arguments)), arguments)
+        if options is None:
             return INPUT
         # not at the top: a version is there at once
         runtime = import_module("packtrain.kernels.runtime")
-        module, settings = _module(given.command), _settings(given.command)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+        module, settings = _module(options.command), _settings(options.command)
+    old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         debug_flags(), runtime.chosen_cpu()  # report what is misspelt before any work
-        asked = from_flags(settings, _resumed(given, settings))
-        if given.command in RANKS and getattr(asked, "nproc", 1) > 1:
+        requested = from_flags(settings, _resumed(options, settings))
+        if options.command in RANKS and getattr(requested, "nproc", 1) > 1:
             ranks = import_module("packtrain.distributed")
             if not ranks.several():
                 started = sys.argv[1:] if arguments is None else arguments
-                return int(ranks.launch(started, asked.nproc))
-        code: int = module.run(asked)
+                return int(ranks.launch(started, requested.nproc))
+        code: int = module.run(requested)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
         return FAILED
     except Exception as error:
-        if given.debug:
+        if options.debug:
             traceback.print_exc()
         print(f"packtrain: error: {_line(error)}", file=sys.stderr)
         return _code(error)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
         _flush()
 
 
@@ -126,11 +126,11 @@ def _ctrl_c_waits() -> Iterator[None]:
         yield
         return
     interrupts = list[int]()
-    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    old_handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
     for number in interrupts:
         signal.raise_signal(number)
 
@@ -161,20 +161,20 @@ def _about(command: str) -> str:
 
 def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:
     """The parsed command line; without a command, prints the help and returns None."""
-    given, left = parser.parse_known_args(arguments)
-    if not hasattr(given, "command"):
+    options, left = parser.parse_known_args(arguments)
+    if not hasattr(options, "command"):
         if left:
             parser.error(f"there is no option {left[0]}")
         parser.print_help()
         return None
     if left:
-        what = (
+        problem = (
             f"there is no option {left[0]}"
             if left[0].startswith("-")
             else f"unexpected argument {left[0]}"
         )
-        given.parser.error(what)
-    return given
+        options.parser.error(problem)
+    return options
 
 
 def _streams() -> None:
@@ -217,13 +217,13 @@ def _line(error: Exception) -> str:
     return text if foreseen else f"{type(error).__name__}: {text} (--debug shows where)"
 
 
-def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
+def _resumed(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
     """Settings of a resumed run: those it began with, unless new ones are given."""
-    if getattr(given, "resume", False) and not given.config:
+    if getattr(options, "resume", False) and not options.config:
         run_folder = import_module("packtrain.training.train_settings").run_folder
-        begun = run_folder(Path(getattr(given, "output", settings.output))) / "run.yaml"
-        given.config = begun if begun.exists() else None
-    return given
+        run_file = run_folder(Path(getattr(options, "output", settings.output))) / "run.yaml"
+        options.config = run_file if run_file.exists() else None
+    return options
 
 
 class _Lines(argparse.HelpFormatter):
@@ -246,7 +246,7 @@ class _Lines(argparse.HelpFormatter):
 class _HelpAll(argparse.Action):
     """Prints every option by group."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
         print(argparse.ArgumentParser.format_help(parser), end="")
         parser.exit()
 
@@ -280,9 +280,9 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         texts = sys.argv[1:] if args is None else list(args)
         for text in takewhile(self._is_own, texts):
-            name, known = text.partition("=")[0], self._option_string_actions
-            if name.startswith("--") and " " not in name and name not in known:
-                self.error(f"there is no option {name}{did_you_mean(name, known)}")
+            name, option_names = text.partition("=")[0], self._option_string_actions
+            if name.startswith("--") and " " not in name and name not in option_names:
+                self.error(f"there is no option {name}{did_you_mean(name, option_names)}")
         return super().parse_known_args(texts, namespace)
 
     def _is_own(self, text: str) -> bool:
@@ -291,10 +291,10 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = [*action.choices]
-            near = did_you_mean(value, known) or f"; there are {', '.join(known)}"
+            commands = [*action.choices]
+            suggestion = did_you_mean(value, commands) or f"; there are {', '.join(commands)}"
             self.error(
-                f"there is no command {self.prog.partition(' ')[2]} {value}{near}".replace(
+                f"there is no command {self.prog.partition(' ')[2]} {value}{suggestion}".replace(
                     "  ", " "
                 )
             )
@@ -304,7 +304,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(INPUT, f"packtrain: error: {text}; see {self.prog} --help\n")
 
 
-def _parser(asked: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+def _parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """The parser of these commands; of others it knows the names, and what they do."""
     parser = _Parser(
         prog="packtrain",
@@ -314,26 +314,28 @@ def _parser(asked: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     groups: dict[str, Any] = {"": commands}
     for name in COMMANDS:
-        group, _, own = name.rpartition(" ")
-        if name not in asked:
+        group, _, subcommand = name.rpartition(" ")
+        if name not in selected:
             if name.partition(" ")[0] not in commands.choices:
                 commands.add_parser(name.partition(" ")[0], help=_about(name))
             continue
         about = _about(name)
         if group not in groups:  # the task comes second, as in `packtrain plan train …`
-            into = commands.add_parser(group, help=about, description=about)
-            groups[group] = into.add_subparsers(metavar="COMMAND", required=True)
-        into, settings = (
-            groups[group].add_parser(own, help=about, description=about),
+            subparser = commands.add_parser(group, help=about, description=about)
+            groups[group] = subparser.add_subparsers(metavar="COMMAND", required=True)
+        subparser, settings = (
+            groups[group].add_parser(subcommand, help=about, description=about),
             _settings(name),
         )
-        into.set_defaults(command=name, parser=into)
-        into.common = getattr(settings, "COMMON", "").split()
+        subparser.set_defaults(command=name, parser=subparser)
+        subparser.common = getattr(settings, "COMMON", "").split()
         silent = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
-        into.add_argument("--help-all", action=_HelpAll, **silent, help="show every option")
-        into.add_argument("--debug", action="store_true", help="show where an error was raised")
-        into.groups = add_flags(into, settings)
-        into.usage = " ".join([into.prog, "[options]", *positionals(settings)])
+        subparser.add_argument("--help-all", action=_HelpAll, **silent, help="show every option")
+        subparser.add_argument(
+            "--debug", action="store_true", help="show where an error was raised"
+        )
+        subparser.groups = add_flags(subparser, settings)
+        subparser.usage = " ".join([subparser.prog, "[options]", *positionals(settings)])
     return parser
 
 

@@ -64,53 +64,53 @@ def run(settings: PlanTrain | PlanTune) -> int:
 
     If no plan fits, uses the smallest one and raises DoesNotFit.
     """
-    wanted = {name: getattr(settings, name) for name in ("json", "html", "svg", "trace")}
-    for name, path in wanted.items():
+    output_paths = {name: getattr(settings, name) for name in ("json", "html", "svg", "trace")}
+    for name, path in output_paths.items():
         if path is not None:
             check_writable(path, f"--{name}")
-            own = settings.output, getattr(settings, "model", None)
-            check_not_read(path, f"--{name}", [*own, *data_files(settings.data)])
+            input_paths = settings.output, getattr(settings, "model", None)
+            check_not_read(path, f"--{name}", [*input_paths, *data_files(settings.data)])
     count, link = settings.ranks or settings.nproc, rate_of(settings.link)
     if count == 1 and settings.link != Drawn.link:
         raise InputError("--link is for several processes; give --ranks, or leave it out")
     with assumed(count):
         if isinstance(settings, TuneSettings):
-            ready = finetuning.prepare(settings, say, runs=False)
+            run_plan = finetuning.prepare(settings, say, runs=False)
         else:
-            ready = training_run.prepare(settings, say, runs=False)
-    if ready.refusal is None:
-        print("\n".join([str(ready), *ready.notes]))
+            run_plan = training_run.prepare(settings, say, runs=False)
+    if run_plan.refusal is None:
+        print("\n".join([str(run_plan), *run_plan.notes]))
         if count > 1:
-            print(_of_ranks(ready, ready.shared(link), count, settings.link))
-    about, plan = facts(ready, _measured(settings.folder)), ready.plans.largest
+            print(_of_ranks(run_plan, run_plan.shared(link), count, settings.link))
+    about, plan = facts(run_plan, _measured(settings.folder)), run_plan.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         print(terminal(plan, width, color=in_colour(sys.stdout), **about))
     texts = {
-        "json": lambda: ready.json(ready.minimum()),
+        "json": lambda: run_plan.json(run_plan.minimum()),
         "html": lambda: page(plan, **about),
         "svg": lambda: chart(plan, **about),
-        "trace": lambda: trace(plan, ready.plans.ops(plan)),
+        "trace": lambda: trace(plan, run_plan.plans.ops(plan)),
     }
-    for name, path in wanted.items():
+    for name, path in output_paths.items():
         if path is not None:
             write_text(path, texts[name]())
-    if ready.refusal is not None:
-        raise DoesNotFit(ready.refusal)
+    if run_plan.refusal is not None:
+        raise DoesNotFit(run_plan.refusal)
     return 0
 
 
 def rate_of(text: str) -> float:
     """Bytes of a message per second, of a rate in bits such as 10Gbit. Raises InputError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)bit", text)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)bit", text)
+    if match is None or not float(match[1]):
         raise InputError(f"--link {text}: it must be a rate such as 10Gbit or 100Mbit")
-    times: int = 1000 ** " KMGT".index(found[2] or " ")
-    return PAYLOAD * float(found[1]) * times / 8
+    times: int = 1000 ** " KMGT".index(match[2] or " ")
+    return PAYLOAD * float(match[1]) * times / 8
 
 
-def _of_ranks(ready: Ready, step: Shared, ranks: int, link: str) -> str:
-    speed = ranks * ready.plans.shape.positions / step.seconds
+def _of_ranks(run_plan: Ready, step: Shared, ranks: int, link: str) -> str:
+    speed = ranks * run_plan.plans.shape.positions / step.seconds
     hidden = max(1 - step.waiting / step.exchanging, 0.0)
     return (
         f"each of {ranks} processes: {step.seconds:.3g} s a step, of which {step.waiting:.3g} s wait for its link of"
@@ -122,5 +122,5 @@ def _of_ranks(ready: Ready, step: Shared, ranks: int, link: str) -> str:
 def _measured(folder: Path) -> int | None:
     """Measured peak memory of the finished run in the folder, if there is one."""
     metrics = folder / "metrics.jsonl"
-    ends = [r for r in read(metrics) if r.get("event") == "end"] if metrics.exists() else []
-    return int(ends[-1]["peak_bytes"]) if ends else None
+    end_records = [r for r in read(metrics) if r.get("event") == "end"] if metrics.exists() else []
+    return int(end_records[-1]["peak_bytes"]) if end_records else None

@@ -55,6 +55,6 @@ def run(settings: Runs) -> int:
 
 
 def _print(runs: list[History], as_json: bool) -> None:
-    found = rows(runs)
+    table_rows = rows(runs)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    print(json.dumps(found, indent=2) if as_json else "\n".join(lines(found, width)))
+    print(json.dumps(table_rows, indent=2) if as_json else "\n".join(lines(table_rows, width)))

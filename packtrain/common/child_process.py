@@ -26,8 +26,10 @@ def variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def ask(late: Callable[[], None], function: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
-    """Call a function of this package in a child and return its result; calls `late` if that takes long.
+def ask(
+    on_delay: Callable[[], None], function: Callable[P, R], *args: P.args, **named: P.kwargs
+) -> R:
+    """Call a function of this package in a child and return its result; calls `on_delay` if that takes long.
 
     Raises RuntimeError with the last line of the child's stderr if the function raises.
     """
@@ -39,11 +41,11 @@ def ask(late: Callable[[], None], function: Callable[P, R], *given: P.args, **na
         env=variables(),
     ) as child:
         try:
-            request = pickle.dumps((function, given, named))
+            request = pickle.dumps((function, args, named))
             try:
                 answer, errors = child.communicate(request, timeout=PATIENCE)
             except subprocess.TimeoutExpired:
-                late()
+                on_delay()
                 answer, errors = child.communicate()
         except BaseException:
             child.kill()
@@ -54,17 +56,17 @@ def ask(late: Callable[[], None], function: Callable[P, R], *given: P.args, **na
         raise RuntimeError(
             f"the child process for {name} failed, exit {child.returncode}: {lines[0]}"
         )
-    found: R = pickle.loads(answer)
-    return found
+    result: R = pickle.loads(answer)
+    return result
 
 
 def main() -> None:
     """The child: reads a pickled call from standard input, writes its result to standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    function, given, named = pickle.load(sys.stdin.buffer)
+    function, args, named = pickle.load(sys.stdin.buffer)
     gc.freeze()  # what is imported stays
     gc.set_threshold(SELDOM)
-    result: Any = function(*given, **named)
+    result: Any = function(*args, **named)
     sys.stdout.buffer.write(pickle.dumps(result))
 
 

@@ -43,10 +43,10 @@ def debug(text: str) -> Iterator[None]:
 
 @cache
 def _parse(text: str) -> frozenset[str]:
-    given = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
-    unknown = sorted(given - set(FLAGS))
+    names = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
+    unknown = sorted(names - set(FLAGS))
     if unknown:
         raise InputError(
             f"PACKTRAIN_DEBUG: {', '.join(unknown)} unknown; choose from {', '.join(FLAGS)}"
         )
-    return given
+    return names

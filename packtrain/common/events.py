@@ -61,7 +61,7 @@ class Events:
     def row(self, text: str) -> None:
         """A row of the printed table: a tensor that was written."""
 
-    def plan(self, ready: Any) -> None:
+    def plan(self, planned_run: Any) -> None:
         """A run is planned (`workflows.planned_run.Ready`) and starts now."""
 
     @contextmanager
@@ -78,13 +78,14 @@ class Events:
         """Text that the model generates after --sample-prompt."""
 
     def answers(self, answers: Sequence[Any]) -> None:
-        """Answers of base and tuned model to held-out questions (`workflows.behaviour_check.CheckedAnswer`), after a run."""
+        """Answers of base and tuned model to held-out questions (`workflows.behaviour_check.CheckedAnswer`),
+        after a run."""
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""
 
     @contextmanager
-    def counting(self, what: str, part: str) -> Iterator[Counted]:
+    def counting(self, title: str, part: str) -> Iterator[Counted]:
         """`with events.counting("merging", "block") as count:` reports progress: `count(done, total, *texts)`."""
         yield lambda done, total, *texts: None
 
@@ -119,8 +120,8 @@ class Callbacks(Events):
     def row(self, text: str) -> None:
         _call(self.on_message, text)
 
-    def plan(self, ready: Any) -> None:
-        _call(self.on_plan, ready)
+    def plan(self, planned_run: Any) -> None:
+        _call(self.on_plan, planned_run)
 
     @contextmanager
     def training(
@@ -142,14 +143,14 @@ class Callbacks(Events):
         _call(self.on_save, path)
 
     @contextmanager
-    def counting(self, what: str, part: str) -> Iterator[Counted]:
-        yield lambda done, total, *texts: _call(self.on_progress, what, done, total)
+    def counting(self, title: str, part: str) -> Iterator[Counted]:
+        yield lambda done, total, *texts: _call(self.on_progress, title, done, total)
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
         yield self.cancel.is_set
 
 
-def _call(function: Callable[..., None] | None, *given: Any) -> None:
+def _call(function: Callable[..., None] | None, *args: Any) -> None:
     if function is not None:
-        function(*given)
+        function(*args)

@@ -137,8 +137,8 @@ class _Output(io.FileIO):
 def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
     """Have these bytes of a file written to the disk while more are made, so that syncing it has little left to do."""
     if sys.platform == "linux":
-        given = file.fileno(), ctypes.c_int64(start), ctypes.c_int64(nbytes), WRITE
-        getattr(ctypes.CDLL(None), "sync_file_range", lambda *given: 0)(*given)
+        args = file.fileno(), ctypes.c_int64(start), ctypes.c_int64(nbytes), WRITE
+        getattr(ctypes.CDLL(None), "sync_file_range", lambda *args: 0)(*args)
 
 
 def sync_folder(folder: Path) -> None:
@@ -194,7 +194,9 @@ def _replaceable(path: Path) -> bool:
 
 def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
     """Raise InputError if an output is one of the files that are read."""
-    if path.exists() and any(one.exists() and path.samefile(one) for one in filter(None, read)):
+    if path.exists() and any(
+        source.exists() and path.samefile(source) for source in filter(None, read)
+    ):
         raise InputError(f"{field}: {path} is one of the files that are read; give another name")
 
 
@@ -212,8 +214,8 @@ def _resolved(path: Path, field: str) -> Path:
     try:
         return path.resolve()
     except (RuntimeError, OSError):  # the latter since Python 3.13
-        what = "is a link that leads back to itself; give another name"
-        raise InputError(f"{field}: {path} {what}") from None
+        problem = "is a link that leads back to itself; give another name"
+        raise InputError(f"{field}: {path} {problem}") from None
 
 
 def existing(path: str | Path, field: str) -> Path:
@@ -239,7 +241,7 @@ def read_text(path: Path, field: str) -> str:
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def locked(path: Path, description: str) -> Iterator[None]:
     """Lock `path` against other processes. Raises InputError if one holds it; the system frees it if this one dies."""
     with open(path, "wb") as file:
         if fcntl is not None:
@@ -247,6 +249,6 @@ def locked(path: Path, what: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(
-                    f"{what} is in use by another process; wait for it, or end it"
+                    f"{description} is in use by another process; wait for it, or end it"
                 ) from None
         yield

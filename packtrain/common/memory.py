@@ -65,8 +65,8 @@ def private_nbytes_of(pid: int) -> int:
         return 0
     for process in family:
         with contextlib.suppress(psutil.Error):
-            own = process.cmdline() != command
-            nbytes += _private_nbytes(process.pid) if own else 0
+            is_counted = process.cmdline() != command
+            nbytes += _private_nbytes(process.pid) if is_counted else 0
     return nbytes
 
 
@@ -115,18 +115,18 @@ class Peak:
 
 def parse_size(text: str, field: str) -> int:
     """Bytes of a size such as 1.5GiB, 800MiB, 65536KiB or 80% of the memory of this machine. Raises InputError."""
-    found = SIZE.fullmatch(text.strip())
-    if found is None:
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
         raise InputError(f"{field}: {text!r} is not a size; give one such as 2GiB, 800MiB or 80%")
-    number, unit = float(found[1]), found[2].lower()
+    number, unit = float(match[1]), match[2].lower()
     if unit == "%":
         if not 0 < number <= 100:
             raise InputError(f"{field}: {text} must be more than 0% and at most 100%")
         return int(total_nbytes() * number / 100)
     nbytes = number * UNITS[unit]
     if not 1 << 20 <= nbytes <= 1 << 60:
-        much = "much" if nbytes > 1 << 20 else "little"
-        raise InputError(f"{field}: {text} is too {much}; it must be from 1MiB to 1048576TiB")
+        amount = "much" if nbytes > 1 << 20 else "little"
+        raise InputError(f"{field}: {text} is too {amount}; it must be from 1MiB to 1048576TiB")
     return int(nbytes)
 
 

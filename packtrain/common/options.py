@@ -93,11 +93,11 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:
 
 
 def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]", hint: Any) -> None:
-    about, (kind, many) = field.metadata, _kind(hint)
+    about, (kind, is_list) = field.metadata, _kind(hint)
     rule: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
     if about.get("positional"):
-        given = field.default is dataclasses.MISSING
-        nargs = ("+" if given else "*") if many else None if given else "?"
+        is_required = field.default is dataclasses.MISSING
+        nargs = ("+" if is_required else "*") if is_list else None if is_required else "?"
         home.add_argument(field.name, metavar=field.name.upper(), nargs=nargs, **rule)
         return
     if kind is bool:
@@ -105,7 +105,10 @@ def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]",
     else:
         choices = about.get("choices")
         shown = f"{{{','.join(choices)}}}" if choices else METAVARS[kind]
-        rule |= {"metavar": about.get("metavar") or shown, "action": "append" if many else "store"}
+        rule |= {
+            "metavar": about.get("metavar") or shown,
+            "action": "append" if is_list else "store",
+        }
     names = [flag(field.name), *about["flags"]]
     home.add_argument(*sorted(names, key=len), dest=field.name, **rule)
 
@@ -115,8 +118,8 @@ def positionals(cls: type) -> list[str]:
     types_ = _hints(cls)
     named = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
     shown = {n: f"{n.upper()} …" if _kind(types_[n])[1] else n.upper() for n in named}
-    given = dataclasses.MISSING
-    return [text if named[n] is given else f"[{text}]" for n, text in shown.items()]
+    missing = dataclasses.MISSING
+    return [text if named[n] is missing else f"[{text}]" for n, text in shown.items()]
 
 
 def flag(name: str) -> str:
@@ -143,11 +146,11 @@ def _kind(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def from_flags(cls: type[T], given: argparse.Namespace) -> T:
+def from_flags(cls: type[T], options: argparse.Namespace) -> T:
     """Settings from a parsed command line: flags over the YAML file over defaults. Raises InputError."""
-    read = read_yaml(cls, given.config) if given.config else {}
-    flags = {f.name: getattr(given, f.name) for f in _fields(cls) if hasattr(given, f.name)}
-    return _complete(cls, clean(cls, read, str(given.config)) | clean(cls, flags))
+    read = read_yaml(cls, options.config) if options.config else {}
+    flags = {f.name: getattr(options, f.name) for f in _fields(cls) if hasattr(options, f.name)}
+    return _complete(cls, clean(cls, read, str(options.config)) | clean(cls, flags))
 
 
 def from_values(cls: type[T], values: Mapping[str, Any], source: str | None) -> T:
@@ -194,10 +197,10 @@ def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source:
     names = _by_name(cls)
     field = names.get(name)
     if field is None:
-        near = did_you_mean(name, names) or f"; there are {', '.join(names)}"
-        raise InputError(f"{f'{source}: ' if source else ''}there is no setting {name}{near}")
-    kind, many = _kind(hints[name])
-    if many:
+        suggestion = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+        raise InputError(f"{f'{source}: ' if source else ''}there is no setting {name}{suggestion}")
+    kind, is_list = _kind(hints[name])
+    if is_list:
         listed = value if isinstance(value, (list, tuple)) else [value]
         return tuple(_one(field, kind, v, source) for v in listed)
     if value is None and field.default is None:
@@ -206,22 +209,24 @@ def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source:
 
 
 def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str | None) -> Any:
-    where, about = _place(field, source), field.metadata
+    location, about = _place(field, source), field.metadata
     if kind is Path and value == "":  # it would be the current folder
-        raise InputError(f"{where} is empty; give a name")
+        raise InputError(f"{location} is empty; give a name")
     value = _converted(value, kind)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InputError(f"{where} is {value!r}; it must be {WANTED.get(kind, 'text')}")
-    choices, (least, most) = about.get("choices"), about.get("bounds", (None, None))
+        raise InputError(f"{location} is {value!r}; it must be {WANTED.get(kind, 'text')}")
+    choices, (min_value, max_value) = about.get("choices"), about.get("bounds", (None, None))
     if choices and value not in choices:
-        near = did_you_mean(value, choices)
-        raise InputError(f"{where} is {value}; it must be one of {', '.join(choices)}{near}")
+        suggestion = did_you_mean(value, choices)
+        raise InputError(
+            f"{location} is {value}; it must be one of {', '.join(choices)}{suggestion}"
+        )
     if kind is float and not math.isfinite(value):
-        raise InputError(f"{where} is {value}; it must be finite")
+        raise InputError(f"{location} is {value}; it must be finite")
     if kind in (int, float) and not (
-        (least is None or value >= least) and (most is None or value <= most)
+        (min_value is None or value >= min_value) and (max_value is None or value <= max_value)
     ):
-        raise InputError(f"{where} is {value}; it must be {_range(least, most)}")
+        raise InputError(f"{location} is {value}; it must be {_range(min_value, max_value)}")
     return value
 
 
@@ -243,10 +248,10 @@ def _converted(value: Any, kind: Any) -> Any:
     return Path(value) if kind is Path and isinstance(value, str) else value
 
 
-def _range(least: float | None, most: float | None) -> str:
-    if most is None:
-        return f"{least} or more"
-    return f"{most} or less" if least is None else f"from {least} to {most}"
+def _range(min_value: float | None, max_value: float | None) -> str:
+    if max_value is None:
+        return f"{min_value} or more"
+    return f"{max_value} or less" if min_value is None else f"from {min_value} to {max_value}"
 
 
 def yaml() -> Any:

@@ -27,20 +27,20 @@ def stop_on_signals(numbers: Sequence[int] = ()) -> Iterator[Callable[[], bool]]
     A second signal raises KeyboardInterrupt wherever the program is. A closed terminal (SIGHUP) counts, too, unless it
     is ignored as under nohup. Main thread only, as Python's signals are.
     """
-    came = False
+    was_signaled = False
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        if came:
+        nonlocal was_signaled
+        if was_signaled:
             raise KeyboardInterrupt
-        came = True
+        was_signaled = True
 
-    usual = [signal.SIGINT, signal.SIGTERM]
+    default_signals = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        usual.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers or usual}
+        default_signals.append(signal.SIGHUP)
+    old_handlers = {number: signal.signal(number, note) for number in numbers or default_signals}
     try:
-        yield lambda: came
+        yield lambda: was_signaled
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

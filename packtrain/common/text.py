@@ -6,31 +6,31 @@ from difflib import get_close_matches
 from typing import TextIO
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    """1 document, 2 documents, 1,000 matrices: `many` is the plural where it is not `one` with an s."""
-    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+def plural(count: int, singular: str, plural_form: str = "") -> str:
+    """1 document, 2 documents, 1,000 matrices: `plural_form` is the plural where it is not `singular` with an s."""
+    return f"{count:,} {singular if count == 1 else plural_form or f'{singular}s'}"
 
 
-def shortlist(names: Collection[str], most: int = 8, width: int = 40) -> str:
+def shortlist(names: Collection[str], max_names: int = 8, width: int = 40) -> str:
     """The first few names, each shortened, and how many more there are."""
-    shown = [name if len(name) <= width else f"{name[:width]}…" for name in [*names][:most]]
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return f"{', '.join(shown)}{more}"
+    shown = [name if len(name) <= width else f"{name[:width]}…" for name in [*names][:max_names]]
+    suffix = f" and {len(names) - max_names:,} more" if len(names) > max_names else ""
+    return f"{', '.join(shown)}{suffix}"
 
 
-def did_you_mean(given: str, known: Collection[str]) -> str:
+def did_you_mean(typed: str, candidates: Collection[str]) -> str:
     """`; did you mean --memory?` with the closest known name, or an empty text."""
-    names = {name.lstrip("-"): name for name in known}  # dashes make all options alike
-    bare = given.lstrip("-").lower()
-    begun = sorted((name for name in names if bare and name.startswith(bare)), key=len)
-    found = begun or get_close_matches(bare, [*names], n=1, cutoff=0.65)
-    return f"; did you mean {names[found[0]]}?" if found else ""
+    names = {name.lstrip("-"): name for name in candidates}  # dashes make all options alike
+    stripped = typed.lstrip("-").lower()
+    prefixed = sorted((name for name in names if stripped and name.startswith(stripped)), key=len)
+    matches = prefixed or get_close_matches(stripped, [*names], n=1, cutoff=0.65)
+    return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
-def long_context(ctx: int, own: int) -> str:
+def long_context(ctx: int, model_ctx: int) -> str:
     """Warning about a context longer than the one the model was trained on."""
     return (
-        f"--ctx {ctx:,} is more than the model's own context of {plural(own, 'token')};"
+        f"--ctx {ctx:,} is more than the model's own context of {plural(model_ctx, 'token')};"
         " what it writes or predicts beyond that may be poor"
     )
 

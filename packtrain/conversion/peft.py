@@ -124,18 +124,18 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
     """The adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot hold."""
     config = _config(folder / CONFIG)
     halves = _halves(folder / TENSORS, config, model)
-    alpha, found = 0.0, dict[str, dict[int | None, Pair]]()
-    known = places(model)
+    alpha, by_tensor = 0.0, dict[str, dict[int | None, Pair]]()
+    modules = places(model)
     for module, (a, b) in halves.items():
-        place, rank = known[module], b.shape[-1]
+        place, rank = modules[module], b.shape[-1]
         by = _scale(folder / CONFIG, config, module, rank)
         alpha = alpha or by * rank
         if abs(by * rank / alpha - 1) > EXACT:  # a GGUF adapter has one alpha
             b = b * np.float32(by * rank / alpha)
         a = a.T if place.tensor == EMBEDDING else a
-        found.setdefault(place.tensor, {})[place.expert] = place.here(a, b)
+        by_tensor.setdefault(place.tensor, {})[place.expert] = place.here(a, b)
     count = model.config.expert_count
-    pairs = {name: _stacked(folder / TENSORS, name, of, count) for name, of in found.items()}
+    pairs = {name: _stacked(folder / TENSORS, name, of, count) for name, of in by_tensor.items()}
     return Adapter(model.config.architecture, alpha, pairs)
 
 
@@ -148,8 +148,8 @@ def _config(path: Path) -> dict[str, Any]:
         kind = FIELD_KINDS.get(key)
         if kind in ("honoured", "without effect") or _is_any(value, OFF):
             continue
-        known = "which an adapter file cannot hold" if kind else "unknown to packtrain"
-        raise InputError(f"{path}: {key} is set, {known}; merge it with PEFT instead")
+        problem = "which an adapter file cannot hold" if kind else "unknown to packtrain"
+        raise InputError(f"{path}: {key} is set, {problem}; merge it with PEFT instead")
     if config.get("bias") not in (None, "none"):
         raise InputError(f"{path}: bias is {config['bias']!r}; an adapter file holds no biases")
     start = config.get("init_lora_weights")
@@ -164,7 +164,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _is_any(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether the value is one of these, with 0 and 1 apart from False and True."""
-    return any(type(value) is type(other) and value == other for other in allowed)
+    return any(type(value) is type(candidate) and value == candidate for candidate in allowed)
 
 
 def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
@@ -177,10 +177,10 @@ def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
         return any(f".{module}".endswith(f".{name}") for name in as_list(listed))
 
     def layer() -> bool:
-        listed, inside = (config.get(f"layers_{end}") for end in ("to_transform", "pattern"))
-        inside = [inside] if isinstance(inside, str) else as_list(inside)
-        every = "|".join(re.escape(str(name)) for name in inside) or "[^.]*"
-        place = re.fullmatch(rf".*\.(?:{every})\.([0-9]+)\..*", f".{module}.")
+        listed, layer_names = (config.get(f"layers_{end}") for end in ("to_transform", "pattern"))
+        layer_names = [layer_names] if isinstance(layer_names, str) else as_list(layer_names)
+        pattern = "|".join(re.escape(str(name)) for name in layer_names) or "[^.]*"
+        place = re.fullmatch(rf".*\.(?:{pattern})\.([0-9]+)\..*", f".{module}.")
         listed = listed if isinstance(listed, list) else [listed]
         return listed == [None] or bool(place and int(place[1]) in listed)
 
@@ -215,8 +215,8 @@ def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> flo
 
 def _halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
     """A and B of each module, f32; a copy of the base's embedding or head may be beside them."""
-    found = dict[str, dict[str, np.ndarray]]()
-    known = places(model)
+    by_module = dict[str, dict[str, np.ndarray]]()
+    modules = places(model)
     for name, stored in open_file(path).items():
         parts = HALF.fullmatch(name)
         if parts is None and _is_copy(path, name, stored, model):
@@ -226,7 +226,7 @@ def _halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str
                 f"{path}: tensor {name} is neither A nor B of a LoRA adapter; nothing else is supported"
             )
         module = alone(parts[1])
-        if module not in known:
+        if module not in modules:
             raise InputError(f"{path}: {_unknown(module, model)}")
         _check_target(path.with_name(CONFIG), config, parts[1])
         values = dequantize(stored.array())
@@ -234,13 +234,13 @@ def _halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str
             raise InputError(
                 f"{path}: {name} is {[*values.shape]}; it must be a matrix of finite numbers"
             )
-        found.setdefault(module, {})[parts[2]] = values
-    for module, halves in found.items():
+        by_module.setdefault(module, {})[parts[2]] = values
+    for module, halves in by_module.items():
         if len(halves) < 2 or halves["A"].shape[0] != halves["B"].shape[1]:
             raise InputError(f"{path}: {module} must have A of [rank, …] and B of […, rank]")
-    if not found:
+    if not by_module:
         raise InputError(f"{path}: there are no tensors; an adapter has A and B of some matrices")
-    return {module: (halves["A"], halves["B"]) for module, halves in found.items()}
+    return {module: (halves["A"], halves["B"]) for module, halves in by_module.items()}
 
 
 def _is_copy(path: Path, name: str, stored: Stored, model: ModelFile) -> bool:
@@ -273,21 +273,21 @@ def _unknown(module: str, model: ModelFile) -> str:
     return f"{module} is not a matrix of {model.gguf.path}, a {model.config.architecture}; use the adapter's base"
 
 
-def _stacked(path: Path, name: str, found: Mapping[int | None, Pair], count: int) -> Pair:
+def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], count: int) -> Pair:
     """The pair of a matrix, or those of all experts stacked, with zeros for experts without one."""
-    if None in found:
-        return found[None]
-    first = next(iter(found.values()))
+    if None in by_expert:
+        return by_expert[None]
+    first = next(iter(by_expert.values()))
     if any(
-        one.shape != other.shape
-        for pair in found.values()
-        for one, other in zip(pair, first, strict=True)
+        matrix.shape != first_matrix.shape
+        for pair in by_expert.values()
+        for matrix, first_matrix in zip(pair, first, strict=True)
     ):
         raise InputError(
             f"{path}: the experts of {name} have other shapes or ranks; they must be equal"
         )
     nothing = tuple(np.zeros_like(half) for half in first)
-    a, b = zip(*(found.get(e, nothing) for e in range(count)), strict=True)
+    a, b = zip(*(by_expert.get(e, nothing) for e in range(count)), strict=True)
     return np.stack(a), np.stack(b)
 
 
@@ -299,14 +299,14 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
 
     Raises InputError for matrices that no checkpoint has, or a folder that cannot be created.
     """
-    known = {module: p for module, p in places(model).items() if p.tensor in adapter.pairs}
-    missing = adapter.pairs.keys() - {place.tensor for place in known.values()}
+    modules = {module: p for module, p in places(model).items() if p.tensor in adapter.pairs}
+    missing = adapter.pairs.keys() - {place.tensor for place in modules.values()}
     if missing:
         raise InputError(
             f"{model.gguf.path}: {min(missing)} has no name of its own in a checkpoint of this model"
         )
     tensors = dict[str, np.ndarray]()
-    for module, place in known.items():
+    for module, place in modules.items():
         a, b = adapter.pairs[place.tensor]
         if place.expert is not None:
             a, b = a[place.expert], b[place.expert]
@@ -318,15 +318,15 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
             tensors[f"base_model.model.{module}.{suffix}"] = values
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / TENSORS, tensors)
-    write_text(folder / CONFIG, json.dumps(_described(adapter, known), indent=2) + "\n")
+    write_text(folder / CONFIG, json.dumps(_described(adapter, modules), indent=2) + "\n")
     return len(tensors)
 
 
-def _described(adapter: Adapter, known: Mapping[str, Place]) -> dict[str, Any]:
+def _described(adapter: Adapter, modules: Mapping[str, Place]) -> dict[str, Any]:
     """The adapter_config.json with which PEFT computes the same."""
-    ranks = {module: adapter.pairs[place.tensor][1].shape[-1] for module, place in known.items()}
+    ranks = {module: adapter.pairs[place.tensor][1].shape[-1] for module, place in modules.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
-    others = {re.escape(module): r for module, r in ranks.items() if r != rank}
+    other_ranks = {re.escape(module): r for module, r in ranks.items() if r != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -334,9 +334,9 @@ def _described(adapter: Adapter, known: Mapping[str, Place]) -> dict[str, Any]:
         "inference_mode": True,
         "r": rank,
         "lora_alpha": adapter.alpha or rank,
-        "rank_pattern": others,
-        "alpha_pattern": {} if adapter.alpha else others,
-        "target_modules": list(known),
+        "rank_pattern": other_ranks,
+        "alpha_pattern": {} if adapter.alpha else other_ranks,
+        "target_modules": list(modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,

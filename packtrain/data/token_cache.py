@@ -40,7 +40,7 @@ def make(
     folder: Path,
     module: str,
     request: Mapping[str, Any],
-    say: Say,
+    report: Say,
     memory: str | None = None,
     vocab_size: int = 0,
 ) -> None:
@@ -57,8 +57,8 @@ def make(
         start = START_NBYTES + RENDERING_NBYTES * module.endswith("samples")
         start += TOKEN_NBYTES * vocab_size
         if room < start:
-            least = -(-(used + start) // (1 << 20))
-            raise DoesNotFit(f"--memory: reading the data needs at least {least}MiB")
+            min_mib = -(-(used + start) // (1 << 20))
+            raise DoesNotFit(f"--memory: reading the data needs at least {min_mib}MiB")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
@@ -67,7 +67,7 @@ def make(
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"{folder.parent}: tokens cannot be cached there: {reason}") from None
     try:
-        _ask(module, {**request, "folder": str(partial), "room": room}, say)
+        _ask(module, {**request, "folder": str(partial), "room": room}, report)
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # another process was faster
             partial.rename(folder)
@@ -120,8 +120,8 @@ def _bound(nbytes: int) -> None:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         reserved = sum(1024 * int(kb) for kb in DATA.findall(status)) - private_nbytes()
         limits = importlib.import_module("resource")
-        _, most = limits.getrlimit(limits.RLIMIT_DATA)
-        limits.setrlimit(limits.RLIMIT_DATA, (nbytes + max(reserved, 0), most))
+        _, hard_limit = limits.getrlimit(limits.RLIMIT_DATA)
+        limits.setrlimit(limits.RLIMIT_DATA, (nbytes + max(reserved, 0), hard_limit))
 
 
 def _sweep(cache: Path) -> None:
@@ -131,8 +131,8 @@ def _sweep(cache: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
-    """Run the module in a child process; raises its errors and passes its messages to `say`."""
+def _ask(module: str, request: Mapping[str, Any], report: Say) -> None:
+    """Run the module in a child process; raises its errors and passes its messages to `report`."""
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(
@@ -155,7 +155,7 @@ def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
                     raise InputError(sentence)
                 if kind == "full":
                     raise DiskFull(f"{sentence}; the tokens of the data are cached there")
-                say(sentence)
+                report(sentence)
             child.wait()
         except BaseException:
             child.kill()
@@ -169,5 +169,5 @@ def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
         if child.returncode:
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
-            why = lines[-1] if lines else f"it ended with {child.returncode}"
-            raise RuntimeError(f"the child process that prepares the text failed: {why}")
+            reason = lines[-1] if lines else f"it ended with {child.returncode}"
+            raise RuntimeError(f"the child process that prepares the text failed: {reason}")

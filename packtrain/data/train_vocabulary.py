@@ -32,14 +32,14 @@ def train_vocabulary(
     text_nbytes  total size of the texts, to spread the sample over them
     Raises InputError if the text does not yield `size` tokens; the message names how many it yields.
     """
-    wanted = min(size, supported_size(text_nbytes)) if auto else size
-    if wanted < LEAST:
+    target_size = min(size, supported_size(text_nbytes)) if auto else size
+    if target_size < LEAST:
         raise InputError(f"--vocab-size: {size} is too small; it must be {LEAST} or more")
-    trained = _train(_sentences(list(_sampled(texts, text_nbytes)), wanted), wanted)
-    found = trained.get_piece_size()
-    if found < wanted and not auto:
+    trained = _train(_sentences(list(_sampled(texts, text_nbytes)), target_size), target_size)
+    num_pieces = trained.get_piece_size()
+    if num_pieces < target_size and not auto:
         raise InputError(
-            f"--vocab-size: the text is too small for {size} tokens; at most {found} would do"
+            f"--vocab-size: the text is too small for {size} tokens; at most {num_pieces} would do"
         )
     return _metadata(trained)
 
@@ -52,14 +52,14 @@ def supported_size(text_nbytes: int) -> int:
 def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
     """Chunks of the texts, evenly spread, at most SAMPLED_NBYTES in total."""
     share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
-    seen, taken = 0, 0
+    seen, used_nbytes = 0, 0
     for text in texts:
         for start in range(0, len(text), STRETCH_CHARACTERS):
             stretch = text[start : start + STRETCH_CHARACTERS]
             nbytes = len(stretch.encode())
             seen += nbytes
-            if taken + nbytes <= seen * share:
-                taken += nbytes
+            if used_nbytes + nbytes <= seen * share:
+                used_nbytes += nbytes
                 yield stretch
 
 
@@ -69,21 +69,23 @@ def _sentences(texts: list[str], size: int) -> Iterator[str]:
     for text in texts:
         counts.update(text)
     counts.pop(" ", None)  # it always has a token
-    ends = str.maketrans(dict.fromkeys(counts.keys() - _common(counts, size) | {"\r", "\0"}, "\n"))
+    breaks = str.maketrans(
+        dict.fromkeys(counts.keys() - _common(counts, size) | {"\r", "\0"}, "\n")
+    )
     for text in texts:
-        yield from filter(None, text.translate(ends).split("\n"))
+        yield from filter(None, text.translate(breaks).split("\n"))
 
 
 def _common(counts: Counter[str], size: int) -> set[str]:
     """The characters that get their own tokens: at most half of the vocabulary."""
-    found: set[str] = set()
-    covered, wanted = 0, COVERAGE * counts.total()
+    chosen: set[str] = set()
+    covered, min_covered = 0, COVERAGE * counts.total()
     for character, count in counts.most_common((size - RESERVED) // 2):
-        if covered >= wanted:
+        if covered >= min_covered:
             break
         covered += count
-        found.add(character)
-    return found
+        chosen.add(character)
+    return chosen
 
 
 def _train(sentences: Iterator[str], size: int) -> sentencepiece.SentencePieceProcessor:

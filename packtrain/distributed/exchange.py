@@ -26,13 +26,13 @@ class Exchange:
     """Jobs that all ranks give in the same order. The arrays of a job, of NumPy or PyTorch, must not be touched until
     `wait` returns.
 
-    ready    waits for a transfer, or raises RankLost
+    wait    waits for a transfer, or raises RankLost
     check    raises RankLost if another rank has ended or is silent
     seconds  that transfers and sums took so far, and `nbytes` that this rank sent
     """
 
-    def __init__(self, by: Carrier, ready: Wait, check: Callable[[], None]) -> None:
-        self.by, self.ready, self.check = by, ready, check
+    def __init__(self, by: Carrier, wait: Wait, check: Callable[[], None]) -> None:
+        self.by, self.ready, self.check = by, wait, check
         self.rank, self.size = by.dist.get_rank(), by.dist.get_world_size()
         part = -(-BUCKET // self.size)
         self.mine, self.theirs = (by.room(part * self.size) for _ in range(ROOMS))
@@ -45,11 +45,11 @@ class Exchange:
 
     def add(self, arrays: Sequence[Any]) -> None:
         """Each array becomes its sum over all ranks."""
-        self._give(self._add, [self.by.flat(one) for one in arrays])
+        self._give(self._add, [self.by.flat(array) for array in arrays])
 
     def spread(self, arrays: Sequence[Any]) -> None:
         """Each rank has an equal run of each array's numbers, see `part_of`; all get all of them."""
-        self._give(self._spread, [self.by.flat(one) for one in arrays])
+        self._give(self._spread, [self.by.flat(array) for array in arrays])
 
     def reduce_scatter(self, array: Any, part: Any, fresh: bool) -> None:
         """This rank's run of the sum of a flat array becomes `part`, or is added to it."""
@@ -67,11 +67,11 @@ class Exchange:
     def close(self) -> bool:
         """End the thread, if all jobs are done, or will be in a moment."""
         with self.changed:
-            idle = self.changed.wait_for(lambda: self.done >= self.given, IDLE_SECONDS)
-        if idle:
+            is_idle = self.changed.wait_for(lambda: self.done >= self.given, IDLE_SECONDS)
+        if is_idle:
             self.jobs.put(None)
             self.by.group = None
-        return idle
+        return is_idle
 
     def _give(self, job: Callable[..., None], *of: Any) -> None:
         self.given += 1
@@ -86,11 +86,11 @@ class Exchange:
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
             try:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 if self.error is None:
                     job()
                 del job  # and what it holds
-                self.seconds += time.perf_counter() - began
+                self.seconds += time.perf_counter() - start
                 with self.changed:
                     self.done += 1
                     self.changed.notify_all()
@@ -104,26 +104,26 @@ class Exchange:
     def _add(self, arrays: Sequence[Any]) -> None:
         for pieces in buckets(arrays):
             part = -(-sum(len(piece) for piece in pieces) // self.size)
-            mine, theirs = self._rows(part)
-            for piece, place in _places(pieces, mine.view(-1)):
+            outgoing, incoming = self._rows(part)
+            for piece, place in _places(pieces, outgoing.view(-1)):
                 place.copy_(piece)
-            mine[0].copy_(self._sum(theirs, mine))
-            self._move(theirs, [mine[0]] * self.size)
-            for piece, place in _places(pieces, theirs.view(-1)):
+            outgoing[0].copy_(self._sum(incoming, outgoing))
+            self._move(incoming, [outgoing[0]] * self.size)
+            for piece, place in _places(pieces, incoming.view(-1)):
                 piece.copy_(place)
 
     def _reduce_scatter(self, array: Any, part: Any, fresh: bool) -> None:
         every = [array[part_of(len(array), i, self.size)] for i in range(self.size)]
         for ((_, start, end),) in _runs([len(every[0])], BUCKET // self.size):
-            mine, theirs = self._rows(end - start)
-            for piece, place in zip(every, mine, strict=True):
+            outgoing, incoming = self._rows(end - start)
+            for piece, place in zip(every, outgoing, strict=True):
                 place[: len(piece[start:end])].copy_(piece[start:end])
-            own = part[start:end]
-            total = self._sum(theirs, mine)[: len(own)]
+            local_part = part[start:end]
+            total = self._sum(incoming, outgoing)[: len(local_part)]
             if fresh:
-                own.copy_(total)
+                local_part.copy_(total)
             else:
-                own.add_(total)
+                local_part.add_(total)
 
     def _spread(self, arrays: Sequence[Any]) -> None:
         every = [
@@ -131,34 +131,34 @@ class Exchange:
         ]
         # the first rank has the longest parts, the last may have none
         for runs in _runs([len(part) for part in every[0]], BUCKET // self.size):
-            (mine, *_), theirs = self._rows(sum(end - start for _, start, end in runs))
-            own = [every[self.rank][i][a:b] for i, a, b in runs]
-            for piece, place in _places(own, mine, runs):
+            (outgoing, *_), incoming = self._rows(sum(end - start for _, start, end in runs))
+            local_pieces = [every[self.rank][i][a:b] for i, a, b in runs]
+            for piece, place in _places(local_pieces, outgoing, runs):
                 place.copy_(piece)
-            self._move(theirs, [mine] * self.size)
-            for parts, got in zip(every, theirs, strict=True):
-                for piece, place in _places([parts[i][a:b] for i, a, b in runs], got, runs):
+            self._move(incoming, [outgoing] * self.size)
+            for parts, received in zip(every, incoming, strict=True):
+                for piece, place in _places([parts[i][a:b] for i, a, b in runs], received, runs):
                     piece.copy_(place)
 
     def _rows(self, count: int) -> tuple[Any, Any]:
         """Room for so many numbers to each rank, and from each."""
-        mine, theirs = (room[: count * self.size] for room in (self.mine, self.theirs))
-        return mine.view(self.size, count), theirs.view(self.size, count)
+        outgoing, incoming = (room[: count * self.size] for room in (self.mine, self.theirs))
+        return outgoing.view(self.size, count), incoming.view(self.size, count)
 
-    def _sum(self, theirs: Any, mine: Any) -> Any:
+    def _sum(self, incoming: Any, outgoing: Any) -> Any:
         """What all ranks have for this one, added up in their order."""
-        self._move(theirs, mine)
-        total = theirs[0]
-        for other in theirs[1:]:
+        self._move(incoming, outgoing)
+        total = incoming[0]
+        for other in incoming[1:]:
             total.add_(other)
         return total
 
-    def _move(self, to: Any, given: Any) -> None:
+    def _move(self, to: Any, outgoing: Any) -> None:
         """given[i] is for rank i, and to[i] from it."""
-        moved = self.by.move(to, given, self.rank)
-        to[self.rank].copy_(given[self.rank])
-        for one in moved:
-            self.ready(one)
+        moved = self.by.move(to, outgoing, self.rank)
+        to[self.rank].copy_(outgoing[self.rank])
+        for work in moved:
+            self.ready(work)
         self.nbytes += (self.size - 1) * to[0].nbytes
 
 
@@ -184,9 +184,9 @@ def buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
         yield [arrays[i][start:end] for i, start, end in runs]
 
 
-def _runs(sizes: Sequence[int], most: int) -> Iterator[list[Run]]:
-    """Arrays of these sizes one after the other, as lists of runs of at most `most` numbers together."""
-    runs, room = list[Run](), most
+def _runs(sizes: Sequence[int], max_count: int) -> Iterator[list[Run]]:
+    """Arrays of these sizes one after the other, as lists of runs of at most `max_count` numbers together."""
+    runs, room = list[Run](), max_count
     for i, size in enumerate(sizes):
         start = 0
         while start < size:
@@ -195,17 +195,17 @@ def _runs(sizes: Sequence[int], most: int) -> Iterator[list[Run]]:
             start, room = end, room - (end - start)
             if not room:
                 yield runs
-                runs, room = [], most
+                runs, room = [], max_count
     if runs:
         yield runs
 
 
 def _places(
-    pieces: Sequence[Any], within: Any, runs: Sequence[Run] | None = None
+    pieces: Sequence[Any], buffer: Any, runs: Sequence[Run] | None = None
 ) -> Iterator[tuple[Any, Any]]:
     """Each piece with its place in a flat array; they lie side by side, or as far apart as the runs are long."""
     lengths = [len(p) for p in pieces] if runs is None else [end - start for _, start, end in runs]
     at = 0
     for piece, length in zip(pieces, lengths, strict=True):
-        yield piece, within[at : at + len(piece)]
+        yield piece, buffer[at : at + len(piece)]
         at += length

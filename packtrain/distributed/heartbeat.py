@@ -66,10 +66,10 @@ class Heart:
             if not self.lost and not self.beating.is_alive():
                 store.set(f"{BEAT}{self.rank}", "done")
 
-    def tell(self, store: Any, why: str) -> None:
+    def tell(self, store: Any, reason: str) -> None:
         """Let the others know why this rank ends."""
         self.hears = False  # what it says itself
-        publish(store, f"rank {self.rank} has ended: {why}")
+        publish(store, f"rank {self.rank} has ended: {reason}")
 
     def linger(self, store: Any) -> None:
         """Rank 0 may keep the store: if the run has failed, it stays until the others know why."""
@@ -119,12 +119,12 @@ class Heart:
     def _silent(self, who: str) -> str:
         return f"{who} was lost: nothing was heard of it for {self.patience:.0f} seconds; {RESUME}"
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         if self.lost is None:
-            self.lost, self.lost_at = why, self.clock
+            self.lost, self.lost_at = reason, self.clock
             self.found.set()
 
 
-def publish(store: Any, why: str) -> str:
+def publish(store: Any, reason: str) -> str:
     """Write down why the run ends, for all ranks; returns what the first rank that did wrote."""
-    return bytes(store.compare_set(LOST, "", why)).decode()
+    return bytes(store.compare_set(LOST, "", reason)).decode()

@@ -27,12 +27,12 @@ def launch(arguments: Sequence[str], count: int) -> int:
     """
     port = free_port()
     command = [sys.executable, "-m", "packtrain", *arguments]
-    with TemporaryFile() as said:  # of the others; they say what rank 0 does
-        ranks = [_start(command, _environment(rank, count, port), said) for rank in range(count)]
+    with TemporaryFile() as output:  # of the others; they say what rank 0 does
+        ranks = [_start(command, _environment(rank, count, port), output) for rank in range(count)]
         code = _ended(ranks)
         if code and ranks[0].returncode <= 0:
-            said.seek(0)
-            print(said.read().decode(errors="replace"), end="", file=sys.stderr)
+            output.seek(0)
+            print(output.read().decode(errors="replace"), end="", file=sys.stderr)
     return code
 
 
@@ -42,10 +42,10 @@ def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         with _passed_on(ranks):
             _wait(ranks)
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    codes = [one.returncode for one in ranks]
+        for process in ranks:
+            process.kill()
+            process.wait()
+    codes = [process.returncode for process in ranks]
     for rank, code in enumerate(codes):
         if code < 0:
             print(f"packtrain: rank {rank} was ended by signal {-code}", file=sys.stderr)
@@ -53,7 +53,7 @@ def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
-    own = {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -63,12 +63,12 @@ def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
         PARENT: str(os.getpid()),
     }
     if sys.platform == "linux":
-        own["GLOO_SOCKET_IFNAME"] = "lo"
-    return {**os.environ, **own}
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**os.environ, **variables}
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], said: IO[bytes]
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """A rank in a session of its own: a Ctrl-C reaches it once, from here."""
     shown = environment["RANK"] == "0"
@@ -77,7 +77,7 @@ def _start(
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=None if shown else subprocess.DEVNULL,
-        stderr=None if shown else said,
+        stderr=None if shown else output,
         start_new_session=True,
     )
 
@@ -85,7 +85,7 @@ def _start(
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Until all have ended, or the time of grace after the first failure has."""
     until = float("inf")
-    while None in (codes := [one.poll() for one in ranks]) and time.monotonic() < until:
+    while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < until:
         failed = [code for code in codes if code]
         if failed:
             grace = SHORT_SECONDS if any(code > 0 for code in failed) else GRACE_SECONDS
@@ -98,8 +98,8 @@ def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Signals go to the ranks."""
 
     def send(number: int, frame: FrameType | None) -> None:
-        for one in ranks:
-            one.send_signal(number)
+        for process in ranks:
+            process.send_signal(number)
 
     before = {number: signal.signal(number, send) for number in SIGNALS}
     try:
@@ -110,6 +110,6 @@ def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -39,9 +39,11 @@ def check_device(device: str, parted: bool = False) -> None:
         raise InputError(
             f"--device {device}: of several processes each takes a GPU of its own; give --device cuda"
         )
-    alone = re.fullmatch(ALONE, device)
-    why = " works in one process" if alone else ": several processes have no such device"
-    raise InputError(f"--device {device}{why}; give cpu, torch:cpu or cuda, or leave out --nproc")
+    is_single = re.fullmatch(ALONE, device)
+    reason = " works in one process" if is_single else ": several processes have no such device"
+    raise InputError(
+        f"--device {device}{reason}; give cpu, torch:cpu or cuda, or leave out --nproc"
+    )
 
 
 def take(device: str) -> None:
@@ -94,12 +96,14 @@ class Carrier:
             yield
             self.stream.synchronize()
 
-    def move(self, to: Any, given: Any, rank: int) -> list[Any]:
+    def move(self, to: Any, outgoing: Any, rank: int) -> list[Any]:
         """Begin to move given[i] to rank i, and to[i] from it; returns what to wait for. All travel at once, each as a
         message: gloo's all_to_all leaves a link idle in one direction while it is busy in the other, and its gathers
         make copies."""
-        others = [i for i in range(len(to)) if i != rank]
-        moves = [(self.dist.irecv, to[i], i) for i in others]
-        moves += [(self.dist.isend, given[i], i) for i in others]
-        started = [self.dist.P2POp(how, what, i, self.group) for how, what, i in moves]
+        peers = [i for i in range(len(to)) if i != rank]
+        moves = [(self.dist.irecv, to[i], i) for i in peers]
+        moves += [(self.dist.isend, outgoing[i], i) for i in peers]
+        started = [
+            self.dist.P2POp(operation, tensor, i, self.group) for operation, tensor, i in moves
+        ]
         return [*self.dist.batch_isend_irecv(started)]  # NCCL must be given all at once

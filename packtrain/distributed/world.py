@@ -55,11 +55,11 @@ class World:
     ) -> None:
         """This rank's numbers of the sum of a flat f32 array over all ranks become `part`, or are added to it, when
         `arrived` returns."""
-        own = array[part_of(len(array), *share)]
+        local_part = array[part_of(len(array), *share)]
         if fresh:
-            part[:] = own
+            part[:] = local_part
         else:
-            part += own
+            part += local_part
 
     def arrived(self) -> None:
         """Until all that was sent is there."""
@@ -99,10 +99,10 @@ class Group(World):
     def gather(self, value: Any) -> list[Any]:
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = self._all(np.array([data.size])).tolist()
-        mine = np.zeros(max(sizes), np.uint8)
-        mine[: data.size] = data
-        found = self._all(mine).reshape(self.size, -1)
-        return [pickle.loads(one.tobytes()) for one in found]
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: data.size] = data
+        rows = self._all(padded).reshape(self.size, -1)
+        return [pickle.loads(row.tobytes()) for row in rows]
 
     def from_first(self, value: Any) -> Any:
         return self.gather(value if self.rank == 0 else None)[0]
@@ -119,20 +119,20 @@ class Group(World):
         self.exchange.reduce_scatter(array, part, fresh)
 
     def arrived(self) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.exchange.wait()
-        self.waited += time.perf_counter() - began
+        self.waited += time.perf_counter() - start
 
     @property
     def seconds(self) -> float:
         return self.exchange.seconds
 
-    def _all(self, mine: np.ndarray) -> np.ndarray:
+    def _all(self, local_data: np.ndarray) -> np.ndarray:
         """The arrays of all ranks, one after the other."""
-        found = np.empty(self.size * mine.size, mine.dtype)
-        tensors = self.torch.from_numpy(found), self.torch.from_numpy(mine)
+        gathered = np.empty(self.size * local_data.size, local_data.dtype)
+        tensors = self.torch.from_numpy(gathered), self.torch.from_numpy(local_data)
         self._wait(self.gathering(*tensors, group=self.control, async_op=True))
-        return found
+        return gathered
 
     # ---- faults
 
@@ -156,10 +156,10 @@ class Group(World):
         except RuntimeError as error:
             raise RankLost(self._lost(_first(error))) from None
 
-    def tell(self, why: str) -> None:
+    def tell(self, reason: str) -> None:
         """Let the others know why this rank ends."""
         with suppress(RuntimeError):
-            self.heart.tell(self.store, why)
+            self.heart.tell(self.store, reason)
 
     def _lost(self, cause: str) -> str:
         """Who was lost, if it becomes known."""
@@ -194,8 +194,8 @@ def _keeper() -> str:
 
 def _store(dist: Any) -> Any:
     """A connection of its own to the store of the ranks."""
-    there = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*there, is_master=False)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=False)
 
 
 class Assumed(World):

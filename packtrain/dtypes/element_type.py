@@ -115,8 +115,8 @@ class Dtype:
     def __repr__(self) -> str:
         return self.name
 
-    def mix(self, name: str, number: int, **instead: Any) -> None:
-        self.mixes.append(Mix(name, number, self, **instead))
+    def mix(self, name: str, number: int, **overrides: Any) -> None:
+        self.mixes.append(Mix(name, number, self, **overrides))
 
     def unpack(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, n): n blocks (scalars: n values) at x become f32 at y. x and y are addresses."""
@@ -155,7 +155,8 @@ class Dtype:
         return function
 
     def snap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, w, t, n): the same, onto a grid whose table is at t, see dtypes/neighbours; w 0: no weights."""
+        """Declare (y, x, w, t, n): the same, onto a grid whose table is at t, see dtypes/neighbours; w 0: no
+        weights."""
         self.code["snap"] = Code(function)
         return function
 
@@ -208,6 +209,6 @@ def scalar(name: str, number: int | None, numpy: str) -> Dtype:
     return Dtype(name, number, 1, np.dtype(numpy).itemsize, np.dtype(numpy))
 
 
-def packed(name: str, number: int, block: int, nbytes: int, **more: Any) -> Dtype:
+def packed(name: str, number: int, block: int, nbytes: int, **options: Any) -> Dtype:
     """Define a block type."""
-    return Dtype(name, number, block, nbytes, np.dtype([(name, f"V{nbytes}")]), **more)
+    return Dtype(name, number, block, nbytes, np.dtype([(name, f"V{nbytes}")]), **options)

@@ -14,8 +14,8 @@ def points(values: tuple[int, ...], width: int, among: str) -> np.ndarray:
     bits = np.unpackbits(np.frombuffer(base64.b85decode(among), np.uint8))
     numbers = np.flatnonzero(bits)[:, None]
     levels = numbers // len(values) ** np.arange(width) % len(values)
-    found = np.array(values, np.uint8)[levels]
-    return found.view(f"<u{width}").reshape(-1).astype(np.int64)
+    grid_bytes = np.array(values, np.uint8)[levels]
+    return grid_bytes.view(f"<u{width}").reshape(-1).astype(np.int64)
 
 
 # of iq1_s and iq1_m, whose values are one less

@@ -29,8 +29,11 @@ EVEN = np.array([i | (i.bit_count() % 2) << 7 for i in range(128)], np.int64)
 
 def six_bits(raw: Bytes) -> tuple[np.ndarray]:
     """Scales of iq4_xs: the low four bits of all eight, and in front of them the other two."""
-    ways = np.arange(8, dtype=np.uint8)
-    low, high = raw[..., 4 + ways // 2] >> ways % 2 * 4, raw[..., 2 + ways // 4] >> ways % 4 * 2
+    groups = np.arange(8, dtype=np.uint8)
+    low, high = (
+        raw[..., 4 + groups // 2] >> groups % 2 * 4,
+        raw[..., 2 + groups // 4] >> groups % 4 * 2,
+    )
     return (((low & 15) | (high & 3) << 4).astype(f32) - f32(32),)
 
 
@@ -43,16 +46,16 @@ iq4_xs = packed(
 )
 
 
-def on_grid(name: str, number: int, nbytes: int, instead: Dtype, demanding: str = "") -> Dtype:
+def on_grid(name: str, number: int, nbytes: int, fallback: Dtype, demanding: str = "") -> Dtype:
     """A type of 256 values whose codes name points of a grid."""
-    more: dict[str, Any] = {
+    options: dict[str, Any] = {
         "smaller": iq4_nl,
         "richer": q5_K,
-        "instead": instead,
+        "instead": fallback,
         "demanding": demanding,
     }
-    more["points"] = POINTS[name]
-    return packed(name, number, 256, nbytes, **more)
+    options["points"] = POINTS[name]
+    return packed(name, number, 256, nbytes, **options)
 
 
 iq1_s, iq1_m = on_grid("iq1_s", 19, 50, q2_K, "always"), on_grid("iq1_m", 29, 56, q2_K, "always")
@@ -241,7 +244,7 @@ def unpack_iq4_nl(y, x, n):
 
 @iq4_nl.dot
 def dot_iq4_nl(x, w, n):
-    values, every = load(NL, 0), intrinsics.splat(0.0)
+    values, total_sums = load(NL, 0), intrinsics.splat(0.0)
     for p in range(0, n, 256):
         a, b = intrinsics.splat(0.0), intrinsics.splat(0.0)
         for i in range(p, min(p + 256, n), 32):
@@ -249,8 +252,8 @@ def dot_iq4_nl(x, w, n):
             a = intrinsics.fma(intrinsics.pick(values, q) * d, load(x, i), a)
             b = intrinsics.fma(intrinsics.pick(values, q >> 4) * d, load(x, i + 16), b)
             w += 18
-        every += a + b
-    return intrinsics.total(every)
+        total_sums += a + b
+    return intrinsics.total(total_sums)
 
 
 @iq4_xs.unpack

@@ -89,38 +89,38 @@ def put_four(sums: int, running: int, first: int, second: int) -> None:
             middle = SHIFT if kind == 0 else -SHIFT
             low, high, to = middle - f32(1), middle + f32(1), parts + half * 256 + kind * 128
             store(to, 0, splat(peek(at, 16) * high) - x)
-            least = peek(at, ROOM + 16) * high * high
-            least += peek(at, ROOM + first) * (low * low - middle * middle)
-            store(to, 16, w * (middle * middle - high * high) + least)
+            low_part = peek(at, ROOM + 16) * high * high
+            low_part += peek(at, ROOM + first) * (low * low - middle * middle)
+            store(to, 16, w * (middle * middle - high * high) + low_part)
     for kind in range(4):
-        one, other = parts + (kind >> 1) * 128, parts + 256 + (kind & 1) * 128
+        first_part, second_part = parts + (kind >> 1) * 128, parts + 256 + (kind & 1) * 128
         for i in range(0, 32, 16):
-            store(sums, kind * 32 + i, load(one, i) + load(other, i))
+            store(sums, kind * 32 + i, load(first_part, i) + load(second_part, i))
 
 
 @code
 def better(sums: int, kinds: int, lanes: int, best: int) -> int:
     """The last of these splits that is better than those before: lane * 4 + kind, or -1; `best`: score and scale."""
-    found, some = -1, 0
+    best_index, lane_bits = -1, 0
     for kind in range(kinds):
         lx, ll = load(sums, kind * 32), load(sums, kind * 32 + 16)
-        some |= intrinsics.set_lanes(
+        lane_bits |= intrinsics.set_lanes(
             intrinsics.to_bits(intrinsics.select_less(ll * peek(best, 0), lx * lx, 1.0, 0.0))
         )
-    for i in range(lanes * kinds if some != 0 else 0):
+    for i in range(lanes * kinds if lane_bits != 0 else 0):
         lane, kind = i // kinds, i % kinds
         lx, ll = peek(sums, kind * 32 + lane), peek(sums, kind * 32 + 16 + lane)
         if ll > 0 and lx * lx > peek(best, 0) * ll:
-            found = lane * 4 + kind
+            best_index = lane * 4 + kind
             poke(best, 1, lx / ll)
             poke(best, 0, lx / ll * lx)
-    return found
+    return best_index
 
 
 @code
 def best_split(running: int, n: int, best: int) -> int:
     """Where the sorted values are split: first + 64 * second + 4096 * kind; -1 if there are no weights."""
-    sums, found = scratch(128), -1
+    sums, best_code = scratch(128), -1
     poke(best, 0, -FAR)
     for first in range(n + 1):
         for second in range(first, n + 1, 16):
@@ -130,8 +130,8 @@ def best_split(running: int, n: int, best: int) -> int:
                 put_four(sums, running, first, second)
             at = better(sums, 2 if n == 32 else 4, min(16, n + 1 - second), best)
             if at >= 0:
-                found = first | (second + (at >> 2)) << 6 | (at & 3) << 12
-    return found
+                best_code = first | (second + (at >> 2)) << 6 | (at & 3) << 12
+    return best_code
 
 
 @code
@@ -154,20 +154,20 @@ def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> i
     for k in range(n // 8):
         intrinsics.put_short(numbers, k, 0)
     poke(scale_at, 0, f32(0))
-    most = intrinsics.largest(
+    max_size = intrinsics.largest(
         intrinsics.maximum(intrinsics.absolute(load(x, 0)), intrinsics.absolute(load(x, n - 16)))
     )
-    if most < (f32(1e-12) if n == 32 else f32(1e-7)):
+    if max_size < (f32(1e-12) if n == 32 else f32(1e-7)):
         return 0
     put_order(order, x, n)
     put_running(running, x, w, order, n)
-    found = best_split(running, n, best)
-    if found < 0:
+    split_code = best_split(running, n, best)
+    if split_code < 0:
         return 0
-    scale, kind, off = peek(best, 1), found >> 12, False
+    scale, kind, is_shifted = peek(best, 1), split_code >> 12, False
     down = kind * 15 if n == 32 else (kind >> 1) | ((kind & 1) << 1)
     for j in range(n):
-        level = (j >= (found & 63)) + (j >= (found >> 6 & 63))
+        level = (j >= (split_code & 63)) + (j >= (split_code >> 6 & 63))
         put_byte(levels, byte_at(order, j), 2 - level if scale < 0 else level)
     if scale < 0:
         scale, down = -scale, ~down & (15 if n == 32 else 3)
@@ -175,12 +175,12 @@ def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> i
         entry, place = entry_of(t, levels + 8 * k, 8), 32 * k
         number = entry >> 8
         if entry & 255:
-            shift, off = -SHIFT if down >> k & 1 else SHIFT, True
+            shift, is_shifted = -SHIFT if down >> k & 1 else SHIFT, True
             args = x + place, w + place, scale, 8, f32(0.5), shift - f32(1.5)
             number = nearest_point(t, entry, *args)
             put_point(levels + 8 * k, t, number, 8)
         intrinsics.put_short(numbers, k, number)
-    lx, ll = value_sums(x, w, levels, n if off else 0, down, f32(1), f32(0), f32(0))
+    lx, ll = value_sums(x, w, levels, n if is_shifted else 0, down, f32(1), f32(0), f32(0))
     poke(scale_at, 0, lx / ll if lx > 0 and ll > 0 else scale)
     return down
 

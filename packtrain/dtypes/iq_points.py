@@ -49,14 +49,16 @@ def words(raw: Bytes, at: int, count: int, dtype: str) -> np.ndarray:
 
 
 def put_words(raw: Bytes, at: int, values: np.ndarray, dtype: str) -> None:
-    found = np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
-    raw[..., at : at + found.shape[-1]] = found
+    word_bytes = np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
+    raw[..., at : at + word_bytes.shape[-1]] = word_bytes
 
 
 def gathered(parts: np.ndarray, count: int, bits: int) -> np.ndarray:
     """Each `count` neighbours side by side, the first one lowest; u32."""
-    few = parts.astype(np.uint32).reshape(*parts.shape[:-1], -1, count)
-    return np.bitwise_or.reduce(few << np.arange(0, bits * count, bits, dtype=np.uint32), -1)
+    code_groups = parts.astype(np.uint32).reshape(*parts.shape[:-1], -1, count)
+    return np.bitwise_or.reduce(
+        code_groups << np.arange(0, bits * count, bits, dtype=np.uint32), -1
+    )
 
 
 def in_half(by: np.ndarray, raw: Bytes, at: int = 0) -> np.ndarray:

@@ -181,12 +181,12 @@ def scale_and_least(at: int, i: int) -> tuple[f32, f32]:
     """Scale and offset of the i-th 32 of a q4_K or q5_K block: six bits each, the last four's spread over two bytes."""
     d, m = half_at(at, 0), half_at(at, 1)
     if i < 4:
-        scale, least = byte_at(at, 4 + i) & 63, byte_at(at, 8 + i) & 63
+        scale, offset = byte_at(at, 4 + i) & 63, byte_at(at, 8 + i) & 63
     else:
         low = byte_at(at, 8 + i)
         scale = (low & 15) | (byte_at(at, i) >> 6 << 4)
-        least = (low >> 4) | (byte_at(at, 4 + i) >> 6 << 4)
-    return d * f32(scale), m * f32(least)
+        offset = (low >> 4) | (byte_at(at, 4 + i) >> 6 << 4)
+    return d * f32(scale), m * f32(offset)
 
 
 @q4_K.unpack
@@ -210,8 +210,8 @@ def scales_then_lows(w: int) -> intrinsics.Floats:
     )
     above = (((first >> 6) << 4) | ((second >> 6) << 36)) & (TWOS << 4)
     low = (rest & FOURS) | (above & 0xFFFFFFFF)
-    least = ((rest >> 4) & 0x0F0F0F0F) | (above >> 32)
-    both = intrinsics.bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (least << 32))
+    low_codes = ((rest >> 4) & 0x0F0F0F0F) | (above >> 32)
+    both = intrinsics.bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (low_codes << 32))
     units = intrinsics.keep_first(
         intrinsics.splat(half_at(w, 0)), 8, intrinsics.splat(-half_at(w, 1))
     )
@@ -247,11 +247,11 @@ def unpack_q6_K(y, x, n):
 
 
 @intrinsics.part
-def put_scale_bits(y: int, i: int, scale: int, least: int, scale_4: int, least_4: int) -> None:
+def put_scale_bits(y: int, i: int, scale: int, least: int, scale_4: int, low_code_4: int) -> None:
     """Scales and offsets, six bits each, of groups i and i + 4 of a q4_K or q5_K block."""
     intrinsics.put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
-    intrinsics.put_byte(y, 8 + i, least | (least_4 >> 4 << 6))
-    intrinsics.put_byte(y, 12 + i, (scale_4 & 15) | ((least_4 & 15) << 4))
+    intrinsics.put_byte(y, 8 + i, least | (low_code_4 >> 4 << 6))
+    intrinsics.put_byte(y, 12 + i, (scale_4 & 15) | ((low_code_4 & 15) << 4))
 
 
 @intrinsics.code
@@ -270,20 +270,20 @@ def put_scales(y: int, x: int, most: f32, first: f32, trials: int) -> None:
     by_low = f32(63) / lowest if lowest < 0 else f32(0)
     for i in range(GROUPS // 2):
         scale = intrinsics.whole(by_scale * peek(scales, i), 63)
-        least = intrinsics.whole(by_low * peek(lows, i), 63)
+        low_code = intrinsics.whole(by_low * peek(lows, i), 63)
         scale_4 = intrinsics.whole(by_scale * peek(scales, i + 4), 63)
         put_scale_bits(
-            y, i, scale, least, scale_4, intrinsics.whole(by_low * peek(lows, i + 4), 63)
+            y, i, scale, low_code, scale_4, intrinsics.whole(by_low * peek(lows, i + 4), 63)
         )
 
 
 @intrinsics.part
 def codes(y: int, x: int, group: int, lane: int, most: f32) -> intrinsics.Ints:
     """Codes of 16 values, from `lane` on in a group whose scale is quantized."""
-    d, least = scale_and_least(y, group)
+    d, offset = scale_and_least(y, group)
     d = d if d > 0 else f32(1)  # with a scale of 0 codes do not matter
     return intrinsics.to_bits(
-        intrinsics.rounded((load(x + group * 128, lane) + least) / d, f32(0), most)
+        intrinsics.rounded((load(x + group * 128, lane) + offset) / d, f32(0), most)
     )
 
 

@@ -31,8 +31,8 @@ def put_2(y: int, x: int, codes: int) -> None:
     """The codes of a q2_K block, for the scales that it has."""
     for i in range(16):
         scale = intrinsics.byte_at(y, i)
-        d, least = half_at(y, 40) * f32(scale & 15), half_at(y, 41) * f32(scale >> 4)
-        settle(codes + i * 64, x + i * 64, d, least, f32(0), f32(3))
+        d, offset = half_at(y, 40) * f32(scale & 15), half_at(y, 41) * f32(scale >> 4)
+        settle(codes + i * 64, x + i * 64, d, offset, f32(0), f32(3))
     for half in range(2):
         for lane in range(0, 32, 16):
             at = codes + half * 512 + lane * 4
@@ -58,8 +58,8 @@ def pack_q2_K(y, x, n):
         by_scale = f32(15) / largest_scale if largest_scale > 0 else f32(0)
         by_low = f32(15) / lowest if lowest < 0 else f32(0)
         for i in range(16):
-            least = intrinsics.whole(by_low * peek(lows, i), 15)
-            put_byte(to, i, intrinsics.whole(by_scale * peek(scales, i), 15) | (least << 4))
+            low_code = intrinsics.whole(by_low * peek(lows, i), 15)
+            put_byte(to, i, intrinsics.whole(by_scale * peek(scales, i), 15) | (low_code << 4))
         put_2(to, at, codes)
 
 

@@ -72,13 +72,13 @@ def nearest_point(
                 intrinsics.to_floats(intrinsics.bytes_at(first, chunk * nbytes + 32 + 16 * i)) * by
                 + more
             )
-            off = q * scale - peek(x, i)
-            error = error + off * peek(w, i) * off
+            residual = q * scale - peek(x, i)
+            error = error + residual * peek(w, i) * residual
         chunks = select_less(error, best, f32(chunk), chunks)
         best = select_less(error, best, error, best)
-    least = -intrinsics.largest(intrinsics.neg(best))
+    min_error = -intrinsics.largest(intrinsics.neg(best))
     at = select_less(
-        least, best, 4096.0, chunks * 16.0 + intrinsics.to_floats(intrinsics.lane_numbers())
+        min_error, best, 4096.0, chunks * 16.0 + intrinsics.to_floats(intrinsics.lane_numbers())
     )
     place = int(-intrinsics.largest(intrinsics.neg(at)))
     return intrinsics.short_at(first + (place >> 4) * nbytes, place & 15)
@@ -86,23 +86,23 @@ def nearest_point(
 
 @code
 def put_levels(
-    to: int, x: int, w: int, n: int, width: int, inverse: f32, scale: f32, which: int, t: int
+    to: int, x: int, w: int, n: int, width: int, inverse: f32, scale: f32, point_bits: int, t: int
 ) -> int:
     """Levels, on the grid, of those points of a group whose bit is set; returns bits of those that were off it."""
-    found, off, most = scratch(8), 0, f32(7) if width == 4 else f32(2)
+    all_levels, off_grid, max_level = scratch(8), 0, f32(7) if width == 4 else f32(2)
     for i in range(0, n, 16):
-        intrinsics.put_bytes(found, i, levels_of(x, i, inverse, most))
+        intrinsics.put_bytes(all_levels, i, levels_of(x, i, inverse, max_level))
     for k in range(n // width):
-        if which >> k & 1:
-            at, place = found + k * width, k * width * 4
+        if point_bits >> k & 1:
+            at, place = all_levels + k * width, k * width * 4
             entry = entry_of(t, at, width)
             if entry & 255:
-                off |= 1 << k
+                off_grid |= 1 << k
                 args = x + place, w + place, scale, width, f32(1), f32(0)
                 put_point(at, t, nearest_point(t, entry, *args), width)
             for i in range(width // 4):
                 intrinsics.put_word(to + k * width, i, word_at(at, i))
-    return off
+    return off_grid
 
 
 @code
@@ -126,23 +126,23 @@ def fit_points(
 ) -> f32:  # fmt: skip
     """The scale of a group of sizes x, and its levels: the best of some that map `largest_x` near the last value."""
     trial, roots, top = scratch(8), scratch(32), f32(15) if width == 4 else f32(5)
-    every, best = (1 << (n // width)) - 1, f32(0)
-    off = 0 if again == OFF else every
+    all_points, best = (1 << (n // width)) - 1, f32(0)
+    off_grid = 0 if again == OFF else all_points
     for i in range(0, n, 16):
         store(roots, i, intrinsics.sqrt(load(w, i)))
     for i in range(-trials, trials + 1):
         inverse = (top + f32(i) * step) / largest_x
-        outside = put_levels(trial, x, roots, n, width, inverse, f32(1) / inverse, every, t)
+        outside = put_levels(trial, x, roots, n, width, inverse, f32(1) / inverse, all_points, t)
         lx, ll = level_sums(x, w, trial, n)
         if ll > 0 and lx * lx > best * ll:
-            scale, off = lx / ll, outside
+            scale, off_grid = lx / ll, outside
             best = scale * lx
             for k in range(n // 4):
                 intrinsics.put_word(levels, k, word_at(trial, k))
-    if again == ALL or (again == ANY and off != 0):
-        off = every
-    if off != 0 and scale > 0:
-        put_levels(levels, x, roots, n, width, f32(1) / scale, scale, off, t)
+    if again == ALL or (again == ANY and off_grid != 0):
+        off_grid = all_points
+    if off_grid != 0 and scale > 0:
+        put_levels(levels, x, roots, n, width, f32(1) / scale, scale, off_grid, t)
         lx, ll = level_sums(x, w, levels, n)
         if ll > 0:
             scale = lx / ll
@@ -166,11 +166,11 @@ def put_sizes(to: int, x: int, w: int, n: int, paired: int) -> int:
         odd ^= odd >> 2
         if (odd ^ (odd >> 1)) & 1:
             at = first
-            least = peek(w, at) * peek(x, at) * peek(x, at)
+            min_cost = peek(w, at) * peek(x, at) * peek(x, at)
             for i in range(first + 1, first + 8):
                 size = peek(w, i) * peek(x, i) * peek(x, i)
-                if size < least:
-                    at, least = i, size
+                if size < min_cost:
+                    at, min_cost = i, size
             intrinsics.poke(to, at, -peek(to, at))
             bits ^= 1 << at
     return bits
@@ -182,9 +182,9 @@ def put_point_weights(to: int, x: int, w: int, n: int, spread: f32) -> None:
     if w != 0:
         weigh(to, x, w, n, spread)
     else:
-        more = f32(0.25) * spread if n == 16 else f32(0)
+        bias = f32(0.25) * spread if n == 16 else f32(0)
         for i in range(0, n, 16):
-            store(to, i, load(x, i) * load(x, i) + more)
+            store(to, i, load(x, i) * load(x, i) + bias)
 
 
 @code
@@ -206,14 +206,14 @@ def fit_block(
         put_point_weights(weights, at, w + i * n * 4 if w != 0 else 0, n, spread)
         store(levels, 0, intrinsics.splat(0.0))
         bits = put_sizes(sizes, at, weights, n, paired)
-        most = intrinsics.largest(intrinsics.maximum(load(sizes, 0), load(sizes, n - 16)))
-        enough, scale = most >= least, most / (f32(15) if width == 4 else f32(5))
-        if enough and again == ALL:
+        max_size = intrinsics.largest(intrinsics.maximum(load(sizes, 0), load(sizes, n - 16)))
+        is_large, scale = max_size >= least, max_size / (f32(15) if width == 4 else f32(5))
+        if is_large and again == ALL:
             scale = intrinsics.above(sizes, weights, n, 4, codes)
-            most = scale * f32(3)
-        if enough and most > 0:
+            max_size = scale * f32(3)
+        if is_large and max_size > 0:
             scale = fit_points(
-                levels, sizes, weights, n, width, scale, most, trials, step, again, t
+                levels, sizes, weights, n, width, scale, max_size, trials, step, again, t
             )
         else:
             bits, scale = 0, f32(0)

@@ -120,7 +120,7 @@ def unpack_q8_0(y, x, n):
 
 @q8_0.dot
 def dot_q8_0(x, w, n):
-    every = intrinsics.splat(0.0)
+    total_sums = intrinsics.splat(0.0)
     for p in range(0, n, 256):
         a, b = intrinsics.splat(0.0), intrinsics.splat(0.0)
         for i in range(p, min(p + 256, n), 32):
@@ -132,8 +132,8 @@ def dot_q8_0(x, w, n):
                 intrinsics.to_floats(intrinsics.chars_at(w, 18)) * d, intrinsics.load(x, i + 16), b
             )
             w += 34
-        every += a + b
-    return intrinsics.total(every)
+        total_sums += a + b
+    return intrinsics.total(total_sums)
 
 
 @q8_0.pack

@@ -36,19 +36,19 @@ def neighbours(dtype: Dtype) -> np.ndarray:
     count, bits = int(points.max()) + 1, 12 // width + width // 8
     places = np.arange(count**width)[:, None] // count ** np.arange(width) % count
     keys, at = _keys(places, bits), _keys(points, bits)
-    off = ~np.isin(keys, at)
-    first, near = _near(places[off], points, shells)
+    off_grid = ~np.isin(keys, at)
+    first, nearest_points = _near(places[off_grid], points, shells)
     chunk = 8 + 4 * width
     before = (1 << bits * width) + len(points) * width // 4
     start = -(-before // chunk)
-    table = np.zeros((start + len(near)) * chunk, np.int32)
+    table = np.zeros((start + len(nearest_points)) * chunk, np.int32)
     table[at] = np.arange(len(points)) << 8
-    table[keys[off]] = (first[:-1] + start) << 8 | np.diff(first)
+    table[keys[off_grid]] = (first[:-1] + start) << 8 | np.diff(first)
     table[1 << bits * width : before] = points.astype(np.uint8).view(np.int32).reshape(-1)
     chunks = table[start * chunk :].reshape(-1, chunk)
-    chunks[:, :8] = near.astype(np.uint16).view(np.int32)
-    levels = np.ascontiguousarray((2 * points[near] + 1).transpose(0, 2, 1), np.uint8)
-    chunks[:, 8:] = levels.reshape(len(near), -1).view(np.int32)
+    chunks[:, :8] = nearest_points.astype(np.uint16).view(np.int32)
+    levels = np.ascontiguousarray((2 * points[nearest_points] + 1).transpose(0, 2, 1), np.uint8)
+    chunks[:, 8:] = levels.reshape(len(nearest_points), -1).view(np.int32)
     return table
 
 
@@ -71,10 +71,10 @@ def _near(places: np.ndarray, points: np.ndarray, shells: int) -> tuple[np.ndarr
         order = np.lexsort((point, far[row, point], row))
         sizes.append(np.bincount(row, minlength=len(part)))
         rows.append(point[order])
-    size, found = np.concatenate(sizes), np.concatenate(rows)
+    size, point_ids = np.concatenate(sizes), np.concatenate(rows)
     first = np.append(0, np.cumsum(-(-size // LANES)))
     begin = np.cumsum(size) - size
-    near = np.repeat(found[begin], np.diff(first))[:, None].repeat(LANES, 1)
-    rank = np.arange(len(found)) - np.repeat(begin, size)
-    near.reshape(-1)[np.repeat(first[:-1], size) * LANES + rank] = found
-    return first, near
+    chunk_points = np.repeat(point_ids[begin], np.diff(first))[:, None].repeat(LANES, 1)
+    rank = np.arange(len(point_ids)) - np.repeat(begin, size)
+    chunk_points.reshape(-1)[np.repeat(first[:-1], size) * LANES + rank] = point_ids
+    return first, chunk_points

@@ -35,9 +35,9 @@ def places(block: int, at: int, bits: int, run: int) -> np.ndarray:
 
     The next ones lie further up in the same bytes, then in the bytes that follow, from byte `at` on.
     """
-    element, ways = np.arange(block), 8 // bits
-    inside, way, far = element % run, element // run % ways, element // (run * ways)
-    return (8 * (at + far * run + inside) + way * bits)[:, None] + np.arange(bits)
+    element, per_byte = np.arange(block), 8 // bits
+    inside, slot, far = element % run, element // run % per_byte, element // (run * per_byte)
+    return (8 * (at + far * run + inside) + slot * bits)[:, None] + np.arange(bits)
 
 
 def both(*parts: np.ndarray) -> np.ndarray:
@@ -174,10 +174,10 @@ def recode_q4_K(y, x, n):
         to, at = y + b * 144, x + b * 1024
         for i in range(0, 8, 2):
             d, m = scale_and_least(to, i)
-            e, least = scale_and_least(to, i + 1)
+            e, offset = scale_and_least(to, i + 1)
             for lane in range(0, 32, 16):
                 first = nearest(at + i * 128, lane, d, -m, f32(15))
-                second = nearest(at + i * 128 + 128, lane, e, -least, f32(15))
+                second = nearest(at + i * 128 + 128, lane, e, -offset, f32(15))
                 put_bytes(to + 16 + i * 16, lane, first | (second << 4))
 
 
@@ -189,9 +189,9 @@ def recode_q5_K(y, x, n):
             top = intrinsics.spread_bits(0)
             for i in range(0, 8, 2):
                 d, m = scale_and_least(to, i)
-                e, least = scale_and_least(to, i + 1)
+                e, offset = scale_and_least(to, i + 1)
                 first = nearest(at + i * 128, lane, d, -m, f32(31))
-                second = nearest(at + i * 128 + 128, lane, e, -least, f32(31))
+                second = nearest(at + i * 128 + 128, lane, e, -offset, f32(31))
                 top = top | (first >> 4 << i) | (second >> 4 << (i + 1))
                 put_bytes(to + 48 + i * 16, lane, (first & 15) | ((second & 15) << 4))
             put_bytes(to + 16, lane, top)
@@ -234,9 +234,9 @@ def nearest_of_table(x: int, lane: int, d: f32) -> Ints:
     at = at + more_than(f32(25), v) + more_than(f32(38), v) + more_than(f32(53), v)
     at = at + more_than(f32(69), v) + more_than(f32(89), v)
     low = intrinsics.to_bits(at)
-    least, next = pick(values, low), pick(values, low + 1)
+    lower_value, next = pick(values, low), pick(values, low + 1)
     return intrinsics.to_bits(
-        at + more_than(f32(0.5), (v - least) / (next - least) + load(x + APART, lane))
+        at + more_than(f32(0.5), (v - lower_value) / (next - lower_value) + load(x + APART, lane))
     )
 
 

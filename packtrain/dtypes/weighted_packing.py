@@ -29,22 +29,22 @@ FIRST, STEP, TRIALS = f32(-0.9), f32(0.05), 36  # of lines
 @code
 def sum_of_squares(x: int, n: int) -> f32:
     """One after the other, as ggml adds them."""
-    found = f32(0)
+    sum_squares = f32(0)
     for i in range(n):
-        found += peek(x, i) * peek(x, i)
-    return found
+        sum_squares += peek(x, i) * peek(x, i)
+    return sum_squares
 
 
 @code
 def weigh(to: int, x: int, w: int, n: int, spread: f32) -> f32:
     """Weights of n values: w * sqrt(spread + x * x); returns their sum."""
-    found = f32(0)
+    weight_sum = f32(0)
     for i in range(0, n, 16):
         v = load(x, i)
         intrinsics.store(to, i, load(w, i) * intrinsics.sqrt(v * v + spread))
     for i in range(n):
-        found += peek(to, i)
-    return found
+        weight_sum += peek(to, i)
+    return weight_sum
 
 
 # ---- blocks with one scale ---------------------------------------------------------------------------------------
@@ -164,10 +164,10 @@ def put_weighed_scales(y: int, x: int, w: int, most: int, codes: int) -> None:
         scale, scale_4 = int(peek(numbers, i)), int(peek(numbers, i + 4))
         put_scale_bits(y, i, scale, int(peek(lowest, i)), scale_4, int(peek(lowest, i + 4)))
     for i in range(8):
-        d, least = scale_and_least(y, i)
+        d, offset = scale_and_least(y, i)
         for lane in range(0, 128, 64):
             at = i * 128 + lane
-            settle(codes + at, x + at, d, least, f32(0), f32(most))
+            settle(codes + at, x + at, d, offset, f32(0), f32(most))
 
 
 @part

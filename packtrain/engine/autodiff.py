@@ -25,7 +25,7 @@ def differentiate(
     loss: Tensor,
     wrt: Sequence[Tensor],
     keep: Keep = None,
-    then: Sink | None = None,
+    sink: Sink | None = None,
     inner: Gradients | None = None,
 ) -> Gradients:
     """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
@@ -38,7 +38,7 @@ def differentiate(
           is kept from the forward pass, rank 1 is kept when the segment after a kept value is recomputed, rank 2 when
           that of a rank 1 value is, and so on; values without a rank are recomputed last, just before they are needed.
           A rank below 0 is kept, too.
-    then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
+    sink  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update written here uses the gradient at once, so that not all are kept.
     inner filled with the gradient of every forward value that has one.
 
@@ -47,30 +47,32 @@ def differentiate(
     """
     calls, active, seed = _checked(loss, wrt)
     recompute = _Recompute(calls, keep)
-    return _Backward(calls, active, wrt, recompute, then, inner, seed).walk(calls)
+    return _Backward(calls, active, wrt, recompute, sink, inner, seed).walk(calls)
 
 
 def differentiate_twice(
-    loss: Tensor, wrt: Sequence[Tensor], again: Collection[Tensor], after: Collection[Tensor], keep: Keep,
-    first: Sink, then: Sink, inner: Gradients | None = None,
+    loss: Tensor, wrt: Sequence[Tensor], repeated: Collection[Tensor], frontier: Collection[Tensor], keep: Keep,
+    first: Sink, sink: Sink, inner: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """Gradients as of `differentiate`, those for `again`, some of `wrt`, twice: from the gradients of `after` on.
+    """Gradients as of `differentiate`, those for `repeated`, some of `wrt`, twice: from the gradients of `frontier` on.
 
-    What reads `again` comes before `after`. Both are called with each of `wrt` and its gradient: `first` as the first
-    pass finds it; `then` after that pass, and for what is in `again` as a second pass finds it, from `after` back.
+    What reads `repeated` comes before `frontier`. Both are called with each of `wrt` and its gradient: `first`
+    as the first
+    pass finds it; `sink` after that pass, and for what is in `repeated` as a second pass finds it, from
+    `frontier` back.
     """
     calls, active, seed = _checked(loss, wrt)
-    border = max(t.call.serial for t in after if t.call is not None)
-    before = [call for call in calls if call.serial <= border]
-    one = _Backward(calls, active, wrt, _Recompute(calls, keep), first, inner, seed)
-    one.walk(calls[len(before) :])
-    active = _dependents(before, again)
-    arrived = {t: d for t, d in one.partial.items() if t in active}
-    for t, d in one.walk(before).items():  # goes on; what it returns is of both parts
-        if t not in again:
-            then(t, d)
+    border = max(t.call.serial for t in frontier if t.call is not None)
+    prefix = [call for call in calls if call.serial <= border]
+    first_pass = _Backward(calls, active, wrt, _Recompute(calls, keep), first, inner, seed)
+    first_pass.walk(calls[len(prefix) :])
+    active = _dependents(prefix, repeated)
+    arrived = {t: d for t, d in first_pass.partial.items() if t in active}
+    for t, d in first_pass.walk(prefix).items():  # goes on; what it returns is of both parts
+        if t not in repeated:
+            sink(t, d)
     recompute = _Recompute(calls, keep)
-    _Backward(before, active, list(again), recompute, then, None, arrived).walk(before)
+    _Backward(prefix, active, list(repeated), recompute, sink, None, arrived).walk(prefix)
 
 
 def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
@@ -83,13 +85,15 @@ def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[T
         raise GraphError(f"only f32 and bf16 tensors have gradients; {packed} cannot be trained")
     active = _dependents(calls, wrt)
     read = {t for call in calls for t in call.reads} | {loss}
-    unread = [t.label for t in wrt if t not in read]
-    if unread:
-        raise GraphError(f"the loss does not depend on {', '.join(unread)}")
-    without = [c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.results)]
-    if without:
-        lines = [f"    {c.results[0]}" for c in without]
-        raise GraphError("\n".join([f"no gradient (vjp) for {len(without)} calls:", *lines]))
+    unused = [t.label for t in wrt if t not in read]
+    if unused:
+        raise GraphError(f"the loss does not depend on {', '.join(unused)}")
+    missing_vjp = [
+        c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.results)
+    ]
+    if missing_vjp:
+        lines = [f"    {c.results[0]}" for c in missing_vjp]
+        raise GraphError("\n".join([f"no gradient (vjp) for {len(missing_vjp)} calls:", *lines]))
     return calls, active, {loss: constant("one", np.ones(()))}
 
 
@@ -109,8 +113,8 @@ class _Recompute:
         self.forward, self.all = set(calls), keep is None
         self.ranks = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep or (), 0)
         self.deepest = max(self.ranks.values(), default=0) + 1
-        kept = (t for t, rank in self.ranks.items() if rank <= 0)
-        self.tail = max((t.call.serial for t in kept if t.call), default=-1)
+        saved = (t for t, rank in self.ranks.items() if rank <= 0)
+        self.tail = max((t.call.serial for t in saved if t.call), default=-1)
         self.copies = dict[Tensor, Tensor]()
         self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
         self._kept: dict[Tensor, bool] = {}
@@ -137,10 +141,10 @@ class _Recompute:
         return self.ranks.get(t, self.deepest)
 
     def values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-        wanted = list(tensors)
-        while missing := self._missing(t for t in wanted if t is not None):
+        requested = list(tensors)
+        while missing := self._missing(t for t in requested if t is not None):
             self._compute(missing)
-        return [t if t is None else self.copies.get(t, t) for t in wanted]
+        return [t if t is None else self.copies.get(t, t) for t in requested]
 
     def _missing(self, tensors: Iterable[Tensor]) -> dict[Call, None]:
         """The calls that must be recomputed to get these tensors."""
@@ -175,9 +179,9 @@ class _Recompute:
             return results(call.op(*inputs, **call.attrs))
 
 
-def results(given: Any) -> tuple[Tensor, ...]:
+def results(returned: Any) -> tuple[Tensor, ...]:
     """The results of calling an op, always as a tuple."""
-    return given if isinstance(given, tuple) else (given,)
+    return returned if isinstance(returned, tuple) else (returned,)
 
 
 class _Backward:
@@ -202,10 +206,10 @@ class _Backward:
 
     def _first_uses(self) -> dict[Call | None, list[Tensor]]:
         """For each call the tensors of `wrt` whose gradient is complete once that call's backward is written."""
-        wanted, first = set(self.wrt), dict[Tensor, Call]()
+        targets, first = set(self.wrt), dict[Tensor, Call]()
         for call in self.calls:
             for t in call.reads:
-                if t in wanted:
+                if t in targets:
                     first.setdefault(t, call)
         done: dict[Call | None, list[Tensor]] = {}
         for t in self.wrt:
@@ -231,45 +235,48 @@ class _Backward:
         values = self.recompute.values([*call.results, *call.inputs])
         y, inputs = values[:count], values[count:]
         rule: Any = call.op.vjp_rule
-        own = (dy, y) if call.several else (dy[0], y[0])
+        rule_args = (dy, y) if call.several else (dy[0], y[0])
         with written_for(call.origin, "backward"):
             try:
-                given = list(rule(*own, *inputs, **call.attrs))
-                for t, d in zip(call.inputs, given, strict=False):
+                gradients = list(rule(*rule_args, *inputs, **call.attrs))
+                for t, d in zip(call.inputs, gradients, strict=False):
                     if t in self.active and (d is None or d.shape != t.shape):
                         want(d is not None, f"no gradient for its input {t.label}")
                         raise Unmet(f"its gradient for {t.label} {t.spec} is {d.spec}")
             except Unmet as unmet:
                 raise GraphError(f"{call.op.name}: {unmet}\n  at {call.where}") from None
             newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
-            folded = self._fold(call, given, newest)
+            folded = self._fold(call, gradients, newest)
             for i, t in enumerate(call.inputs):
                 if t is not None and t in self.active:
-                    before = None if i in folded else self.partial.get(t)
-                    self.partial[t] = given[i] if before is None else add(before, given[i])
+                    earlier = None if i in folded else self.partial.get(t)
+                    self.partial[t] = (
+                        gradients[i] if earlier is None else add(earlier, gradients[i])
+                    )
 
-    def _fold(self, call: Call, given: list[Tensor | None], newest: int) -> set[int]:
+    def _fold(self, call: Call, gradients: list[Tensor | None], newest: int) -> set[int]:
         """If a gradient is added to an earlier one and the op that produced it can accumulate (`acc`), let it do so.
 
-        Changes `given`: the call is replaced, so its other results must come from the new one, too.
+        Changes `gradients`: the call is replaced, so its other results must come from the new one, too.
         """
         folded = set()
         for i, t in enumerate(call.inputs):
-            d = given[i]
+            d = gradients[i]
             if t is None or d is None or t not in self.partial or call.inputs.index(t) != i:
                 continue
             producer = d.call
             if producer is None or producer.serial <= newest or d.index or producer.op.acc is None:
                 continue
-            if producer.inputs[producer.op.acc] is not None or sum(g is d for g in given) > 1:
+            if producer.inputs[producer.op.acc] is not None or sum(g is d for g in gradients) > 1:
                 continue  # it accumulates already, or is also the gradient of another input, which must not change
             inputs = [
                 self.partial[t] if k == producer.op.acc else x
                 for k, x in enumerate(producer.inputs)
             ]
-            again = producer.op(*inputs, **producer.attrs)
-            given[:] = [
-                g if g is None or g.call is not producer else results(again)[g.index] for g in given
+            replacement = producer.op(*inputs, **producer.attrs)
+            gradients[:] = [
+                g if g is None or g.call is not producer else results(replacement)[g.index]
+                for g in gradients
             ]
             folded.add(i)
         return folded

@@ -44,9 +44,9 @@ def caller() -> Origin:
     frame = sys._getframe(1)
     while True:
         file = frame.f_code.co_filename
-        inside = _inside.get(file)
-        if inside is None:
-            inside = _inside[file] = str(frame.f_globals.get("__name__")).startswith(OWN)
-        if not inside or frame.f_back is None:
+        is_internal = _inside.get(file)
+        if is_internal is None:
+            is_internal = _inside[file] = str(frame.f_globals.get("__name__")).startswith(OWN)
+        if not is_internal or frame.f_back is None:
             return file, frame.f_lineno
         frame = frame.f_back

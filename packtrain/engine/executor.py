@@ -99,49 +99,54 @@ class Session:
         self, placed: Mapping[K, Placed], plans: Mapping[K, Plan] | None = None
     ) -> dict[K, "Executor"]:
         """Executors of several graphs, whose leaves are allocated together, and their arenas."""
-        given, reuse = plans or {}, "noreuse" not in flags()
-        bound = {n: (p, given.get(n) or make_plan(p, reuse=reuse)) for n, p in placed.items()}
-        for one, plan in bound.values():
-            plan.check_belongs(one)
-            if beyond := plan.beyond(self.limits):
-                raise DoesNotFit(beyond)
-            report(one, plan)
+        plan_map, reuse = plans or {}, "noreuse" not in flags()
+        bound = {n: (p, plan_map.get(n) or make_plan(p, reuse=reuse)) for n, p in placed.items()}
+        for graph, plan in bound.values():
+            plan.check_belongs(graph)
+            if excess := plan.beyond(self.limits):
+                raise DoesNotFit(excess)
+            report(graph, plan)
         self._allocate(placed.values())
-        for name in (name for one in placed.values() for name in one.graph.written):
+        for name in (name for graph in placed.values() for name in graph.graph.written):
             self._own(name)
         self._make_room(bound.values())
         reserve(placed.values(), self._arenas)
-        return {name: Executor(self, *one) for name, one in bound.items()}
+        return {name: Executor(self, *graph) for name, graph in bound.items()}
 
     def _make_room(self, bound: Iterable[tuple[Placed, Plan]]) -> None:
         """Arenas as large as the largest plan needs: a small one first would be held beside it."""
-        every = [(arena, placed) for placed, plan in bound for arena in plan.arenas]
-        for arena, placed in sorted(every, key=lambda one: -one[0].nbytes):  # the largest first
+        pairs = [(arena, placed) for placed, plan in bound for arena in plan.arenas]
+        for arena, placed in sorted(pairs, key=lambda pair: -pair[0].nbytes):  # the largest first
             if arena.nbytes > self._arenas.get(arena.place, (-1, None))[0]:
                 backend = next(b for b in placed.home.values() if b.space == arena.space)
                 self._arenas[arena.place] = arena.nbytes, backend.alloc(arena.nbytes)
                 self.generation += 1
 
-    def _allocate(self, every: Iterable[Placed]) -> None:
+    def _allocate(self, graphs: Iterable[Placed]) -> None:
         """Allocate all leaves of graphs that this session does not have yet, in one buffer per space."""
-        found = [self._adopt(leaf, p.home[leaf]) for p in every for leaf in p.graph.leaves]
+        adopted = [self._adopt(leaf, p.home[leaf]) for p in graphs for leaf in p.graph.leaves]
         parts = [name for name in self._within if name in self._leaves]
-        inside = {id(self._leaves[name]) for name in parts}
+        nested = {id(self._leaves[name]) for name in parts}
         waiting = (
-            leaf for leaf in found if leaf and leaf.buffer is None and id(leaf) not in inside
+            leaf for leaf in adopted if leaf and leaf.buffer is None and id(leaf) not in nested
         )
         new, tops = {id(leaf): leaf for leaf in waiting}.values(), dict[str, int]()
-        for one in new:
-            one.offset = tops.get(one.backend.space, 0)
-            tops[one.backend.space] = one.offset + aligned(one.spec.nbytes, one.backend.alignment)
-        backends = {one.backend.space: one.backend for one in new}
+        for leaf_slot in new:
+            leaf_slot.offset = tops.get(leaf_slot.backend.space, 0)
+            tops[leaf_slot.backend.space] = leaf_slot.offset + aligned(
+                leaf_slot.spec.nbytes, leaf_slot.backend.alignment
+            )
+        backends = {leaf_slot.backend.space: leaf_slot.backend for leaf_slot in new}
         buffers = {space: backend.alloc(tops[space]) for space, backend in backends.items()}
-        for one in new:
-            one.buffer = buffers[one.backend.space]
+        for leaf_slot in new:
+            leaf_slot.buffer = buffers[leaf_slot.backend.space]
         for name in parts:
             of, start = self._within[name]
-            one, whole = self._leaves[name], self._leaves[of]
-            one.buffer, one.offset = whole.buffer, whole.offset + one.spec.dtype.row_nbytes(start)
+            leaf_slot, parent = self._leaves[name], self._leaves[of]
+            leaf_slot.buffer, leaf_slot.offset = (
+                parent.buffer,
+                parent.offset + leaf_slot.spec.dtype.row_nbytes(start),
+            )
         for t, constant in self._constants.items():
             if not constant.given and t.value is not None:
                 constant.backend.write(constant.array, t.value)
@@ -153,18 +158,18 @@ class Session:
             return self._constants.setdefault(leaf, _Leaf(leaf.spec, backend, False))
         if leaf.kind not in ("weight", "state"):
             return None
-        known, shared = self._leaves.get(leaf.label), self._shared.get(leaf.label)
-        if known is None:
-            given = shared is not None or leaf.kind == "state"
-            known = self._leaves[leaf.label] = _Leaf(leaf.spec, backend, given)
+        existing, shared = self._leaves.get(leaf.label), self._shared.get(leaf.label)
+        if existing is None:
+            has_value = shared is not None or leaf.kind == "state"
+            existing = self._leaves[leaf.label] = _Leaf(leaf.spec, backend, has_value)
             if shared is not None:
-                known.buffer = backend.share(fitting(leaf.label, shared, leaf.spec, "no"))
-        elif known.spec != leaf.spec or known.backend.space != backend.space:
-            here = f"{known.spec} on {known.backend.space}"
+                existing.buffer = backend.share(fitting(leaf.label, shared, leaf.spec, "no"))
+        elif existing.spec != leaf.spec or existing.backend.space != backend.space:
+            location = f"{existing.spec} on {existing.backend.space}"
             raise RunError(
-                f"{leaf.name} is {here} in this session, the graph wants {leaf.spec} on {backend.space}"
+                f"{leaf.name} is {location} in this session, the graph wants {leaf.spec} on {backend.space}"
             )
-        return known
+        return existing
 
     def array(self, t: Tensor) -> Any:
         """The session's own array of a leaf, or of a view of one; it changes as the session runs."""
@@ -188,9 +193,9 @@ class Session:
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
         """Let `make` write a leaf's value in place; for values too large for a temporary copy."""
         leaf, spec = self._own(name), self._known(name).spec
-        there = leaf.backend.window(leaf.array)
-        if there is not None:
-            make(there)
+        window = leaf.backend.window(leaf.array)
+        if window is not None:
+            make(window)
         else:
             value = np.empty(spec.dtype.array_shape(spec.shape), spec.dtype.numpy)
             make(value)
@@ -208,8 +213,8 @@ class Session:
         Raises RunError as `get` does.
         """
         leaf = self._clean(name)
-        there = leaf.backend.window(leaf.array)
-        shown = leaf.backend.read(leaf.array) if there is None else there.view()
+        window = leaf.backend.window(leaf.array)
+        shown = leaf.backend.read(leaf.array) if window is None else window.view()
         shown.flags.writeable = False
         return shown
 
@@ -328,8 +333,8 @@ class Executor:
                 if self.runs == 1:
                     self.calls = repeated(self.placed, self.calls)
                     self.table = tabled(self.placed, self.calls)
-            wanted = self.outputs.items()
-            return {name: b.read(a) for name, (b, a) in wanted if only is None or name in only}
+            items = self.outputs.items()
+            return {name: b.read(a) for name, (b, a) in items if only is None or name in only}
 
     def _observer(self, on: frozenset[str]) -> Observer:
         arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
@@ -340,9 +345,9 @@ class Executor:
             if stop is not None and stop():
                 raise Stopped(f"stopped before {self.placed.steps[at].op.name}")
             self.at = at
-            again = calls[at]()
-            if again is not None:
-                calls[at] = again
+            replacement = calls[at]()
+            if replacement is not None:
+                calls[at] = replacement
         for sync in self.syncs:
             sync()
 

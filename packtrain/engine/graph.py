@@ -21,10 +21,10 @@ class Graph:
     ) -> None:
         self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _by_name(outputs)
         self.updates, self.away = tuple(updates), frozenset[Tensor]()
-        idle = [t.label for t in self.updates if t.call is None or not t.call.op.writes]
-        if idle:
+        not_written = [t.label for t in self.updates if t.call is None or not t.call.op.writes]
+        if not_written:
             raise GraphError(
-                f"updates has {', '.join(idle)}; each must be the handle that a writing op returned"
+                f"updates has {', '.join(not_written)}; each must be the handle that a writing op returned"
             )
         self.calls = _reachable([*self.outputs.values(), *self.updates])
         read = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
@@ -35,17 +35,17 @@ class Graph:
     def _unique_names(self) -> dict[Tensor, str]:
         """Weights, states and inputs by their own names; others are made unique by a suffix #2, #3 …"""
         names: dict[Tensor, str] = {}
-        taken: dict[str, int] = {}
+        used: dict[str, int] = {}
         for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
-            if leaf.label in taken:
+            if leaf.label in used:
                 raise GraphError(
                     f"two leaves are called {leaf.name}; names of leaves must be unique"
                 )
             names[leaf] = leaf.label
-            taken[leaf.label] = 1
+            used[leaf.label] = 1
         results = (t for call in self.calls for t in call.results)
         for t in (*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results):
-            names[t] = unique(t.stem, taken)
+            names[t] = unique(t.stem, used)
         return names
 
     def check_handles(self, calls: Iterable[Call]) -> None:
@@ -61,12 +61,14 @@ class Graph:
             if t.base.kind:
                 self._check_fresh(t, current, f"output {name}", "")
 
-    def _check_fresh(self, t: Tensor, current: dict[Tensor, Tensor], who: str, where: str) -> None:
+    def _check_fresh(
+        self, t: Tensor, current: dict[Tensor, Tensor], who: str, location: str
+    ) -> None:
         newest = current.get(t.base)
         if newest is None or t.handle is newest:
             return
         assert newest.call is not None
-        site = f"\n  at {where}" if where else ""
+        site = f"\n  at {location}" if location else ""
         raise GraphError(
             f"{who}: reads {t.base.name} as it was before {newest.call.op.name} wrote it at {newest.call.where}; "
             f"read the handle that {newest.call.op.name} returned, or copy the value before the write{site}"
@@ -86,41 +88,41 @@ class Graph:
     def _lines(self, *, origins: bool) -> list[str]:
         lines = [f"{leaf.kind} {leaf.line(self.names)}" for leaf in self.leaves]
         for call in self.calls:
-            where = f"  # {call.where}" if origins else ""
-            lines += [t.line(self.names) + where for t in call.results]
+            comment = f"  # {call.where}" if origins else ""
+            lines += [t.line(self.names) + comment for t in call.results]
         return lines + [f"output {name} = {self.names[t]}" for name, t in self.outputs.items()]
 
     def __str__(self) -> str:
         return "\n".join([f"graph of {len(self.calls)} calls", *self._lines(origins=True)])
 
 
-def unique(name: str, taken: dict[str, int]) -> str:
-    """`name`, or `name#2`, `name#3` … if that is taken; `taken` holds the last number used for each name."""
+def unique(name: str, used: dict[str, int]) -> str:
+    """`name`, or `name#2`, `name#3` … if that is taken; `used` holds the last number used for each name."""
     free = name
-    while free in taken:
-        taken[name] += 1
-        free = f"{name}#{taken[name]}"
-    taken[free] = 1
+    while free in used:
+        used[name] += 1
+        free = f"{name}#{used[name]}"
+    used[free] = 1
     return free
 
 
 def _by_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     listed = list(tensors)
-    found = {t.label: t for t in listed}
-    if len(found) < len(set(listed)) or any(t.name is None for t in listed if len(listed) > 1):
+    named = {t.label: t for t in listed}
+    if len(named) < len(set(listed)) or any(t.name is None for t in listed if len(listed) > 1):
         raise GraphError(
             f"outputs {[t.label for t in listed]} need unique names; give a dict of name -> tensor"
         )
-    return found
+    return named
 
 
 def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:
-    found: set[Call] = set()
+    visited: set[Call] = set()
     stack = [t.call for t in roots]
     while stack:
         call = stack.pop()
-        if call is None or call in found:
+        if call is None or call in visited:
             continue
-        found.add(call)
+        visited.add(call)
         stack.extend(t.call for t in call.inputs if t is not None)
-    return tuple(sorted(found, key=lambda call: call.serial))
+    return tuple(sorted(visited, key=lambda call: call.serial))

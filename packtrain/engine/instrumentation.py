@@ -83,19 +83,19 @@ class Observer:
                 print(f"{seconds * 1e3:10.3f} ms {seconds / total:6.1%}  {name}", file=sys.stderr)
 
     def _step(self, i: int, bound: Bound) -> None:
-        backend, before = bound.step.backend, []
+        backend, saved_inputs = bound.step.backend, []
         if self.on & {"compare", "nan"}:
-            before = [None if x is None else backend.read(x) for x in bound.inputs]
+            saved_inputs = [None if x is None else backend.read(x) for x in bound.inputs]
         if "poison" in self.on:
             self._poison_fresh(bound)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         bound.run()
         backend.sync()
-        self.seconds[bound.step.op.name] += time.perf_counter() - began
+        self.seconds[bound.step.op.name] += time.perf_counter() - start_time
         if "nan" in self.on:
-            self._check_finite(bound, before)
+            self._check_finite(bound, saved_inputs)
         if "compare" in self.on:
-            self._compare(bound, before)
+            self._compare(bound, saved_inputs)
         for pattern, see in self.watchers:
             for t, array in zip(bound.step.results, bound.results, strict=True):
                 if (
@@ -113,9 +113,9 @@ class Observer:
         """Poison results and workspace, except updated leaves and inputs that the result may overwrite."""
         step, backend = bound.step, bound.step.backend
         for i, array in enumerate(bound.results):
-            own = [bound.inputs[k] for k in (*step.op.inplace.get(i, ()), *step.op.writes)]
+            aliased = [bound.inputs[k] for k in (*step.op.inplace.get(i, ()), *step.op.writes)]
             if array is not None and not any(
-                x is not None and backend.overlap(array, x) for x in own
+                x is not None and backend.overlap(array, x) for x in aliased
             ):
                 backend.fill(array, NAN)
         for array in bound.work:
@@ -135,7 +135,7 @@ class Observer:
 
     # ---- checks
 
-    def _check_finite(self, bound: Bound, before: list[Any]) -> None:
+    def _check_finite(self, bound: Bound, saved_inputs: list[Any]) -> None:
         step = bound.step
         for t, array in zip(step.results, bound.results, strict=True):
             if array is None or step.op is BEGIN or not _is_float(t) or step.backend.finite(array):
@@ -148,7 +148,7 @@ class Observer:
             ]
             lines += [
                 f"    {self._range(x, a)}"
-                for x, a in zip(step.inputs, before, strict=True)
+                for x, a in zip(step.inputs, saved_inputs, strict=True)
                 if x is not None
             ]
             raise FloatingPointError("\n".join(lines))
@@ -161,34 +161,38 @@ class Observer:
             else f"{name}: {t.spec}"
         )
 
-    def _compare(self, bound: Bound, before: list[Any]) -> None:
+    def _compare(self, bound: Bound, saved_inputs: list[Any]) -> None:
         """Raise AssertionError if a result differs from the f64 specification by more than f32 rounding explains."""
         step = bound.step
         if step.op is not step.call.op:
             return
-        exact, plain = (self._specified(bound, before, real) for real in (np.float64, np.float32))
-        for t, want, near, array in zip(step.results, exact, plain, bound.results, strict=True):
-            if want is None or not _is_float(t):
+        exact, f32_results = (
+            self._specified(bound, saved_inputs, real) for real in (np.float64, np.float32)
+        )
+        for t, expected, f32_value, array in zip(
+            step.results, exact, f32_results, bound.results, strict=True
+        ):
+            if expected is None or not _is_float(t):
                 continue
-            got = step.backend.read(array)
-            top = float(np.abs(want[np.isfinite(want)]).max(initial=0.0))
-            rounding = float(np.nanmax(np.abs(near - want), initial=0.0))
+            actual = step.backend.read(array)
+            top = float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
+            rounding = float(np.nanmax(np.abs(f32_value - expected), initial=0.0))
             allowed = TOLERANCE * top + 10 * rounding + 1e-30
-            if not np.allclose(got, want, rtol=0, atol=allowed, equal_nan=True):
-                worst = float(np.nanmax(np.abs(got - want)))
+            if not np.allclose(actual, expected, rtol=0, atol=allowed, equal_nan=True):
+                worst = float(np.nanmax(np.abs(actual - expected)))
                 raise AssertionError(
                     f"{step.op.name}: {self.names[t]} differs from the specification by {worst:.3g} "
                     f"(largest value {top:.3g})\n  at {step.call.where}"
                 )
 
-    def _specified(self, bound: Bound, before: list[Any], real: type) -> tuple[Any, ...]:
+    def _specified(self, bound: Bound, saved_inputs: list[Any], real: type) -> tuple[Any, ...]:
         """The numpy kernel's results for the original inputs, with floats computed as `real`."""
 
         def wide(dtype: np.dtype) -> Any:
             return real if dtype == np.float32 else dtype
 
         step = bound.step
-        inputs = [None if x is None else np.array(x, wide(x.dtype)) for x in before]
+        inputs = [None if x is None else np.array(x, wide(x.dtype)) for x in saved_inputs]
         wrote = [inputs[i] for i in step.op.writes]
         fresh = [
             None if a is None else np.zeros(t.dtype.array_shape(t.shape), wide(t.dtype.numpy))

@@ -56,8 +56,10 @@ class Placed:
     @property
     def splits(self) -> list[tuple[Backend, list[Step]]]:
         """Runs of steps on one backend; copies that begin or arrive meanwhile belong to none."""
-        own = (s for s in self.steps if s.op not in (BEGIN, ARRIVE))
-        return [(b, list(steps)) for b, steps in itertools.groupby(own, lambda s: s.backend)]
+        placed_steps = (s for s in self.steps if s.op not in (BEGIN, ARRIVE))
+        return [
+            (b, list(steps)) for b, steps in itertools.groupby(placed_steps, lambda s: s.backend)
+        ]
 
     @property
     def copies(self) -> list[Step]:
@@ -69,8 +71,8 @@ class Placed:
         """Those of the graph's `away` to the process's memory, and back."""
         arrived = {s.inputs[0]: s.results[0] for s in self.steps if s.op is ARRIVE}
         copied = [(s, arrived.get(s.results[0], s.results[0])) for s in self.copies]
-        there = {copy for s, copy in copied if s.reads[0] in self.graph.away}
-        return [s for s, copy in copied if not there.isdisjoint((*s.reads, copy))]
+        offloaded = {copy for s, copy in copied if s.reads[0] in self.graph.away}
+        return [s for s, copy in copied if not offloaded.isdisjoint((*s.reads, copy))]
 
     def __str__(self) -> str:
         return "\n".join(
@@ -102,8 +104,8 @@ def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = N
     everywhere = barriers == tuple(range(1, len(steps) + 1))
     if everywhere:
         steps = overlapped(steps, placing.home, placing.names)
-    given = graph, tuple(steps), placing.home, placing.names
-    return Placed(*given, None if everywhere else barriers)
+    parts = graph, tuple(steps), placing.home, placing.names
+    return Placed(*parts, None if everywhere else barriers)
 
 
 def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
@@ -186,13 +188,13 @@ class _Placing:
     @cached_property
     def wanted(self) -> dict[Tensor, set[str]]:
         """The spaces where a result is read beside weights or states that live there."""
-        found: dict[Tensor, set[str]] = {}
+        spaces: dict[Tensor, set[str]] = {}
         for call in self.graph.calls:
             backend = self._tied(call)
             if backend is not None:
                 for t in call.reads:
-                    found.setdefault(t.handle, set()).add(backend.space)
-        return found
+                    spaces.setdefault(t.handle, set()).add(backend.space)
+        return spaces
 
     def _tied(self, call: Call) -> Backend | None:
         """Where the leaf lives that the call writes, or the first weight or state that it reads, if any."""
@@ -201,8 +203,8 @@ class _Placing:
         return self.home[(written or leaves)[0]] if leaves else None
 
     def _choose(self, call: Call) -> tuple[Backend, Kernel]:
-        near = self._near(call) if self.several or self.fallen else ()
-        for backend in (*near, *self.among):
+        nearby = self._near(call) if self.several or self.fallen else ()
+        for backend in (*nearby, *self.among):
             kernel = backend.kernel(call.op, call.inputs)
             if kernel is not None:
                 return backend, kernel
@@ -221,7 +223,12 @@ class _Placing:
 
     def _copied(self, call: Call, space: str) -> int:
         """Bytes that are copied if the call runs in a space: of its inputs to there, of its results from there."""
-        away = [t for t in call.reads if self.home[t.base].space != space]
-        needed = {part for t in away if (part := self.copies.part(t, space)) is not None}
-        left = (t for t in call.results for other in self.wanted.get(t, ()) if other != space)
+        remote = [t for t in call.reads if self.home[t.base].space != space]
+        needed = {part for t in remote if (part := self.copies.part(t, space)) is not None}
+        left = (
+            t
+            for t in call.results
+            for target_space in self.wanted.get(t, ())
+            if target_space != space
+        )
         return sum(t.spec.nbytes for t in (*needed, *left))

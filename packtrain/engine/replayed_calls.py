@@ -21,17 +21,17 @@ def repeated(placed: Placed, calls: list[Run]) -> list[Run]:
     """As many calls, which do the same in the same order; those given have all been run."""
     if "norecord" in flags():
         return calls
-    left, found = iter(calls), list[Run]()
+    left, runs = iter(calls), list[Run]()
     for backend, run in groupby(placed.steps, lambda step: step.backend):
-        made = [None if step.alone else step.made for step in run]
-        found += backend.recorded(made, list(islice(left, len(made))))
-    return found
+        recorded = [None if step.alone else step.made for step in run]
+        runs += backend.recorded(recorded, list(islice(left, len(recorded))))
+    return runs
 
 
-def reserve(every: Iterable[Placed], arenas: Mapping[Place, tuple[int, Any]]) -> None:
+def reserve(graphs: Iterable[Placed], arenas: Mapping[Place, tuple[int, Any]]) -> None:
     """Take what the kernels of all these need at once, before any of them runs; and lock this process's arenas where
     copies reach them meanwhile."""
-    steps = [step for placed in every for step in placed.steps]
+    steps = [step for placed in graphs for step in placed.steps]
     for backend in {step.backend for step in steps}:
         backend.reserve(s.made for s in steps if s.backend is backend and not s.alone)
         for (space, _), (_, buffer) in arenas.items() if backend.streams else ():
@@ -47,14 +47,14 @@ class Table:
         self.calls, self._placed, self._counts = calls, placed, dict[tuple[str, ...], int]()
         self._whole = later in calls  # what has been recorded must not be cut
         # of updates the executor has to know which of them have begun
-        plain = [
+        raw_calls = [
             getattr(call, "plain", call) if step.op.repeatable or not step.op.writes else None
             for step, call in zip(placed.steps, calls, strict=True)
         ]
-        for at, call in enumerate(plain):
+        for at, call in enumerate(raw_calls):
             self._enter(at, call)
-        for at, end, one in joined(plain):
-            self._enter(at, one)
+        for at, end, merged in joined(raw_calls):
+            self._enter(at, merged)
             self.rows[at + 1 : end, 0] = ahead.load("call").MADE
 
     def _enter(self, at: int, call: Any) -> None:
@@ -67,24 +67,24 @@ class Table:
     def needed(self, only: Container[str] | None) -> int:
         """How many of the calls are needed for all outputs, or for these, and for all updates."""
         graph = self._placed.graph
-        wanted = tuple(name for name in graph.outputs if only is None or name in only)
-        if wanted not in self._counts:
-            bases = {graph.outputs[name].base for name in wanted}
-            ends = [
+        names = tuple(name for name in graph.outputs if only is None or name in only)
+        if names not in self._counts:
+            bases = {graph.outputs[name].base for name in names}
+            end_indices = [
                 at + 1
                 for at, step in enumerate(self._placed.steps)
                 if self._whole or step.op.writes or any(t.base in bases for t in step.results)
             ]
-            self._counts[wanted] = max(ends, default=0)
-        return self._counts[wanted]
+            self._counts[names] = max(end_indices, default=0)
+        return self._counts[names]
 
     def others(self, count: int) -> Iterator[int]:
         """Make calls 0 … count - 1, but those without an entry, or that fail: their numbers, for the caller to make."""
-        at, run_all, made = 0, ahead.load("call").run_all, ahead.load("call").MADE
+        at, run_all, done_mark = 0, ahead.load("call").run_all, ahead.load("call").MADE
         while (at := run_all(self.rows, at, count)) < count:
             yield at
             at += 1
-            while at < count and self.rows[at, 0] == made:
+            while at < count and self.rows[at, 0] == done_mark:
                 yield at
                 at += 1
 

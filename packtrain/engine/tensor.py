@@ -179,10 +179,10 @@ class Tensor:
         head = f"{names.get(self) or self.label}: {self.spec}"
         if self.call is None:
             return head
-        given = list(self.call.inputs)
-        while given and given[-1] is None:
-            given.pop()
-        parts = ["None" if x is None else names.get(x) or x.label for x in given]
+        inputs = list(self.call.inputs)
+        while inputs and inputs[-1] is None:
+            inputs.pop()
+        parts = ["None" if x is None else names.get(x) or x.label for x in inputs]
         parts += [f"{key}={value!r}" for key, value in self.call.attrs.items()]
         return f"{head} = {self.call.op.name}({', '.join(parts)})"
 
@@ -330,8 +330,8 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         inputs: tuple[Any, ...] = args + (None,) * (self.arity - len(args))
-        given = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
-        attrs: dict[str, Any] = {**self.defaults, **given}
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
+        attrs: dict[str, Any] = {**self.defaults, **options}
         author = writing.get()
         origin = author.origin if author else caller()
         try:
@@ -354,8 +354,8 @@ class Op(Generic[P, R]):
     def _result(self, call: Call, index: int, spec: Spec) -> Tensor:
         if isinstance(spec, View):
             x = call.reads[0]
-            plain = Spec(spec.shape, spec.dtype)
-            return Tensor(plain, spec.layout, x.offset + spec.offset, call, shared=x.base)
+            dense_spec = Spec(spec.shape, spec.dtype)
+            return Tensor(dense_spec, spec.layout, x.offset + spec.offset, call, shared=x.base)
         if index < len(self.writes):
             leaf = call.inputs[self.writes[index]]
             assert leaf is not None

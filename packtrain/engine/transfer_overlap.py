@@ -33,82 +33,85 @@ def overlapped(
 ) -> list[Step]:
     """The steps, with copies in two parts where a backend carries them beside its kernels. What travels gets a home and
     a name."""
-    ways = _ways(steps) if any(step.source for step in steps) else {}
-    begins, ends = dict[int, list[Step]](), dict[int, list[Step]]()
-    taken = dict.fromkeys(names.values(), 1) if ways else {}
-    for way in ways.values():
-        copied, (source,) = way.step.results[0], way.step.reads
+    transfers = _ways(steps) if any(step.source for step in steps) else {}
+    begins, arrivals = dict[int, list[Step]](), dict[int, list[Step]]()
+    used_names = dict.fromkeys(names.values(), 1) if transfers else {}
+    for transfer in transfers.values():
+        copied, (source,) = transfer.step.results[0], transfer.step.reads
         under_way = cont(source)
         home[under_way], names[under_way] = (
-            way.step.backend,
-            unique(f"{names[copied]} begun", taken),
+            transfer.step.backend,
+            unique(f"{names[copied]} begun", used_names),
         )
-        begins.setdefault(way.begin, []).append(_begin(way, under_way))
-        ends.setdefault(way.end, []).append(_arrive(way, under_way))
-    found = list[Step]()
+        begins.setdefault(transfer.begin, []).append(_begin(transfer, under_way))
+        arrivals.setdefault(transfer.end, []).append(_arrive(transfer, under_way))
+    reordered = list[Step]()
     for at in range(len(steps) + 1):
-        found += [*ends.get(at, ()), *begins.get(at, ())]
-        found += [steps[at]] if at < len(steps) and at not in ways else []
-    return found
+        reordered += [*arrivals.get(at, ()), *begins.get(at, ())]
+        reordered += [steps[at]] if at < len(steps) and at not in transfers else []
+    return reordered
 
 
 def _ways(steps: Sequence[Step]) -> dict[int, _Way]:
     """By the number of the copy; each as early and as late as its values and the one before allow."""
-    made, read = _touched([s.results for s in steps]), _touched([s.reads for s in steps])
+    writes, read = _touched([s.results for s in steps]), _touched([s.reads for s in steps])
     updates = [at for at, s in enumerate(steps) if s.op.writes]
-    found, last = dict[int, _Way](), dict[tuple[str, str], _Way]()
+    transfers, last = dict[int, _Way](), dict[tuple[str, str], _Way]()
     for at, step in enumerate(steps):
         carrier = _carrier(step)
         if carrier is None or step.source is None:
             continue
         source = step.reads[0].base
-        kept = source.kind in ("weight", "state")  # its bytes may have a part with another name
-        written = updates if kept else made.get(source, [])
-        before = [*(w + 1 for w in written if w < at), at - AHEAD, 0]
-        before += [found[w].end for w in written if w in found]
-        after = [*(r for r in read.get(step.results[0], ()) if r > at), len(steps), at + AHEAD]
-        after += [at + 1] * kept
-        way = _Way(step, carrier, max(before), min(after))
+        is_stored = source.kind in (
+            "weight",
+            "state",
+        )  # its bytes may have a part with another name
+        written = updates if is_stored else writes.get(source, [])
+        earliest = [*(w + 1 for w in written if w < at), at - AHEAD, 0]
+        earliest += [transfers[w].end for w in written if w in transfers]
+        latest = [*(r for r in read.get(step.results[0], ()) if r > at), len(steps), at + AHEAD]
+        latest += [at + 1] * is_stored
+        transfer = _Way(step, carrier, max(earliest), min(latest))
         previous = last.get(key := (step.source.space, step.backend.space))
         if previous is not None:
-            way.begin = max(way.begin, min(previous.end, at))
-            previous.end = min(previous.end, way.begin)
-        found[at] = last[key] = way
-    return found
+            transfer.begin = max(transfer.begin, min(previous.end, at))
+            previous.end = min(previous.end, transfer.begin)
+        transfers[at] = last[key] = transfer
+    return transfers
 
 
-def _touched(each: Sequence[Sequence[Tensor]]) -> Mapping[Tensor, list[int]]:
-    found = dict[Tensor, list[int]]()
-    for at, tensors in enumerate(each):
+def _touched(groups: Sequence[Sequence[Tensor]]) -> Mapping[Tensor, list[int]]:
+    indices = dict[Tensor, list[int]]()
+    for at, tensors in enumerate(groups):
         for t in tensors:
-            found.setdefault(t.base, []).append(at)
-    return found
+            indices.setdefault(t.base, []).append(at)
+    return indices
 
 
 def _carrier(step: Step) -> Backend | None:
     """What carries a copy beside its kernels."""
-    ends = () if step.source is None else (step.backend, step.source)
-    return next((backend for backend in ends if backend.streams), None)
+    endpoints = () if step.source is None else (step.backend, step.source)
+    return next((backend for backend in endpoints if backend.streams), None)
 
 
-def _begin(way: _Way, under_way: Tensor) -> Step:
-    carrier, step = way.carrier, way.step
+def _begin(transfer: _Way, under_way: Tensor) -> Step:
+    carrier, step = transfer.carrier, transfer.step
     assert step.source is not None
-    other = step.source if carrier is step.backend else step.backend
+    peer = step.source if carrier is step.backend else step.backend
 
     def begin(y: Any, x: Any) -> None:
-        carrier.begin(y, x, other)
+        carrier.begin(y, x, peer)
 
     return replace(step, op=BEGIN, kernel=Kernel(begin, strided=False), results=(under_way,))
 
 
-def _arrive(way: _Way, under_way: Tensor) -> Step:
-    carrier, step = way.carrier, way.step
+def _arrive(transfer: _Way, under_way: Tensor) -> Step:
+    carrier, step = transfer.carrier, transfer.step
 
-    def arrive(y: Any, begun: Any, x: Any) -> None:
+    def arrive(y: Any, in_flight: Any, x: Any) -> None:
         carrier.arrived()
-        if not step.backend.overlap(y, begun):  # planned without reuse
-            move(step.backend, y, step.backend, begun)
+        if not step.backend.overlap(y, in_flight):  # planned without reuse
+            move(step.backend, y, step.backend, in_flight)
 
     kernel, inputs = Kernel(arrive, strided=False), (under_way, *step.inputs)
     return replace(step, op=ARRIVE, kernel=kernel, inputs=inputs, source=None)

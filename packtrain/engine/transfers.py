@@ -47,22 +47,22 @@ class Copies:
             if self.home[t].space != HOST:
                 self.left[t] = self._cross(call, t, cpu)
 
-    def bring(self, call: Call, t: Tensor, backend: Backend, taken: bool) -> Tensor:
+    def bring(self, call: Call, t: Tensor, backend: Backend, accepts_strided: bool) -> Tensor:
         """t, or a copy of it that `backend` can read: in its space, and dense if its kernel wants that."""
         if t.base in self.left and backend.space == self.home[t.base].space:
             t = self._returned(call, t)
         if self.home[t.base].space != backend.space:
             t = self._moved(call, t, backend)
-        if taken or t.dense:
+        if accepts_strided or t.dense:
             return t
         dense = known(backend, call, cont, (t,))
         return self._copy(call, t, backend, dense, f"{self.names[t]} dense")
 
     def _part(self, t: Tensor, space: str) -> Tensor:
         """What is copied so that t can be read in a space: a dense part alone, else all that it is a view of."""
-        whole = t.handle
-        alone = t.dense and t.spec.nbytes < whole.spec.nbytes
-        return t if alone and (whole, space) not in self.made else whole
+        handle = t.handle
+        is_partial = t.dense and t.spec.nbytes < handle.spec.nbytes
+        return t if is_partial and (handle, space) not in self.made else handle
 
     def _moved(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
         """t in the space of another backend: a copy, or the same view of a copy."""
@@ -77,19 +77,19 @@ class Copies:
         """What had been put away, or the same view of it, copied back."""
         key, home = (t, "back"), self.home[t.base]
         if key not in self.made:
-            whole = self.left[t.base]
-            copy = self._cross(call, whole, home, f"{self.names[t.base]} back")
+            offloaded = self.left[t.base]
+            copy = self._cross(call, offloaded, home, f"{self.names[t.base]} back")
             self.made[key] = self._viewed(t, t.base, copy, "back")
         return self.made[key]
 
-    def _viewed(self, t: Tensor, part: Tensor, copy: Tensor, where: str) -> Tensor:
+    def _viewed(self, t: Tensor, part: Tensor, copy: Tensor, suffix: str) -> Tensor:
         """Of a copy of a part, the view that t is of that part."""
         if t is part:
             return copy
         assert t.call is not None
         viewed = replace(t.call, inputs=(copy,), reads=(copy,))
         view = replace(t, call=viewed, shared=copy, value=None)
-        self.names[view] = unique(f"{self.names[t]} {where}", self.taken)
+        self.names[view] = unique(f"{self.names[t]} {suffix}", self.taken)
         return view
 
     def _cross(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
@@ -123,27 +123,27 @@ def known(
     return kernel
 
 
-def _leaving(away: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
+def _leaving(offloaded: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
     """For each call of an order what is put away after it: it is the last forward one that reads or computes it."""
     last, later = dict[Tensor, Call](), set[Tensor]()
-    for call in (call for call in order if away and not call.op.view):
-        touched = away & {t.base for t in (*call.reads, *call.results)}
+    for call in (call for call in order if offloaded and not call.op.view):
+        touched = offloaded & {t.base for t in (*call.reads, *call.results)}
         if call.phase == "forward":
             last |= dict.fromkeys(touched, call)
         else:
             later |= touched
-    found = dict[Call, list[Tensor]]()
+    after_call = dict[Call, list[Tensor]]()
     for t in sorted(later & last.keys(), key=lambda t: (t.call.serial if t.call else -1, t.index)):
-        found.setdefault(last[t], []).append(t)
-    return found
+        after_call.setdefault(last[t], []).append(t)
+    return after_call
 
 
 def move(backend: Backend, y: Any, source: Backend, x: Any) -> None:
     """Copy an array from one space to another."""
     source.sync()
-    there = backend.window(y)
-    here = source.window(x)
-    if there is not None:
-        source.fetch(x, there)
+    target = backend.window(y)
+    origin = source.window(x)
+    if target is not None:
+        source.fetch(x, target)
     else:
-        backend.write(y, source.read(x) if here is None else here)
+        backend.write(y, source.read(x) if origin is None else origin)

@@ -39,10 +39,10 @@ class Value:
 
 def alignment_of(values: Mapping[str, Value]) -> int:
     """What offsets of tensors are multiples of, in bytes. Raises GGUFError."""
-    given = values.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT))
-    value = given.value
-    if given.kind != "u32" or not isinstance(value, int | np.integer):
-        raise GGUFError(f"{ALIGNMENT_KEY} is of kind {given.kind}; it must be one u32")
+    entry = values.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT))
+    value = entry.value
+    if entry.kind != "u32" or not isinstance(value, int | np.integer):
+        raise GGUFError(f"{ALIGNMENT_KEY} is of kind {entry.kind}; it must be one u32")
     if not 1 <= value <= MOST_ALIGNMENT or value & (value - 1):
         raise GGUFError(f"{ALIGNMENT_KEY} is {value}; it must be a power of two up to 2**20")
     return int(value)

@@ -76,40 +76,42 @@ class Part:
             self._entry()
         self._place(-(-self.at // alignment) * alignment, alignment)
 
-    def _wrong(self, what: str) -> GGUFError:
-        return GGUFError(f"{self.path}: {what}")
+    def _wrong(self, problem: str) -> GGUFError:
+        return GGUFError(f"{self.path}: {problem}")
 
     # ---- numbers and texts
 
-    def _number(self, format: struct.Struct, what: str) -> Any:
-        self._need(format.size, what)
+    def _number(self, format: struct.Struct, title: str) -> Any:
+        self._need(format.size, title)
         self.at += format.size
         return format.unpack_from(self.data, self.at - format.size)[0]
 
-    def _need(self, nbytes: int, what: str) -> None:
+    def _need(self, nbytes: int, title: str) -> None:
         left = self.nbytes - self.at
         if nbytes > left:
-            raise self._wrong(f"{what} needs {nbytes} bytes at {self.at}, the file has {left} left")
+            raise self._wrong(
+                f"{title} needs {nbytes} bytes at {self.at}, the file has {left} left"
+            )
 
-    def _count(self, what: str, least: int) -> int:
-        """A count of things of at least `least` bytes each, which must fit into the rest of the file."""
-        count: int = self._number(U64, what)
-        self._need(count * least, f"{what} {count}")
+    def _count(self, title: str, min_nbytes: int) -> int:
+        """A count of things of at least `min_nbytes` bytes each, which must fit into the rest of the file."""
+        count: int = self._number(U64, title)
+        self._need(count * min_nbytes, f"{title} {count}")
         return count
 
-    def _things(self, what: str, least: int) -> int:
-        count = self._count(what, least)
+    def _things(self, title: str, min_nbytes: int) -> int:
+        count = self._count(title, min_nbytes)
         if count > MOST_THINGS:
-            raise self._wrong(f"{what} {count}; at most {MOST_THINGS} are read")
+            raise self._wrong(f"{title} {count}; at most {MOST_THINGS} are read")
         return count
 
-    def _string(self, what: str) -> str:
-        size = self._count(f"length of {what}", 1)
+    def _string(self, title: str) -> str:
+        size = self._count(f"length of {title}", 1)
         self.at += size
         try:
             return self.data[self.at - size : self.at].decode()
         except UnicodeDecodeError:
-            raise self._wrong(f"{what} at {self.at - size} is not UTF-8") from None
+            raise self._wrong(f"{title} at {self.at - size} is not UTF-8") from None
 
     # ---- metadata
 
@@ -147,16 +149,16 @@ class Part:
 
     def _strings(self, key: str, count: int) -> list[bytes]:
         """Strings of an array as bytes: token texts of real vocabularies are not always UTF-8."""
-        data, at, last, found = self.data, self.at, self.nbytes - 8, []
+        data, at, last, strings = self.data, self.at, self.nbytes - 8, []
         length_of = U64.unpack_from
         for i in range(count):
             if at > last or (size := length_of(data, at)[0]) > last - at:
                 raise self._wrong(f"string {i} of {key} at {at} does not end within the file")
             at += 8
-            found.append(data[at : at + size])
+            strings.append(data[at : at + size])
             at += size
         self.at = at
-        return found
+        return strings
 
     # ---- tensors
 
@@ -195,14 +197,14 @@ class Part:
                 raise self._wrong(
                     f"{shown} needs {e.nbytes} bytes at offset {e.offset}, the file has {max(left, 0)}"
                 )
-        end, before = 0, ""
+        end, previous_name = 0, ""
         for e in sorted(self.entries.values(), key=lambda e: (e.offset, e.nbytes)):
             if e.nbytes and e.offset < end:
                 raise self._wrong(
-                    f"{shortened(e.name)} at offset {e.offset} shares bytes with {shortened(before)};"
+                    f"{shortened(e.name)} at offset {e.offset} shares bytes with {shortened(previous_name)};"
                     f" it must begin at {end} or later"
                 )
-            end, before = max(end, e.offset + e.nbytes), e.name
+            end, previous_name = max(end, e.offset + e.nbytes), e.name
         self.entries = {
             name: replace(e, offset=start + e.offset) for name, e in self.entries.items()
         }

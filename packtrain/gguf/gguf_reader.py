@@ -77,10 +77,10 @@ def _opened(path: Path) -> Part:
 
 def _parts(path: Path) -> list[Part]:
     """All parts in order, each checked; a file that is not split is one part."""
-    given = _opened(path)
-    count = _number(given, COUNT, 1)
+    first_part = _opened(path)
+    count = _number(first_part, COUNT, 1)
     if count <= 1:
-        return [given]
+        return [first_part]
     named = PART_NAME.fullmatch(path.name)
     if named is None or int(named[3]) != count:
         raise GGUFError(
@@ -89,8 +89,8 @@ def _parts(path: Path) -> list[Part]:
     parts: list[Part] = []
     total = 0
     for i in range(count):
-        beside = path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf")
-        part = given if beside == path else _opened(beside)
+        part_path = path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf")
+        part = first_part if part_path == path else _opened(part_path)
         _check_place(part, i, count)
         total += len(part.entries)
         parts.append(part)
@@ -106,12 +106,12 @@ def _number(part: Part, key: str, default: int) -> int:
 
 
 def _check_place(part: Part, i: int, count: int) -> None:
-    for key, wanted in ((COUNT, count), (NUMBER, i)):
-        found = _number(part, key, -1)
-        if found != wanted:
-            shown = found if key in part.values else "missing"
+    for key, expected in ((COUNT, count), (NUMBER, i)):
+        actual = _number(part, key, -1)
+        if actual != expected:
+            shown = actual if key in part.values else "missing"
             raise GGUFError(
-                f"{part.path}: {key} is {shown}; in part {i + 1} of {count} it must be {wanted}"
+                f"{part.path}: {key} is {shown}; in part {i + 1} of {count} it must be {expected}"
             )
 
 
@@ -124,10 +124,10 @@ def _check_together(parts: list[Part], total: int) -> None:
             " they must be parts of one file"
         )
     for part in parts:
-        twice = next((name for name in part.entries if name in seen), None)
-        if twice is not None:
+        duplicate = next((name for name in part.entries if name in seen), None)
+        if duplicate is not None:
             raise GGUFError(
-                f"{part.path}: tensor {shortened(twice)} is also in an earlier part;"
+                f"{part.path}: tensor {shortened(duplicate)} is also in an earlier part;"
                 " the parts must be those of one file"
             )
         seen |= part.entries

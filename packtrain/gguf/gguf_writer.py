@@ -62,22 +62,22 @@ def write(
     as it was.
     """
     with atomic_file(path, check) as file:
-        made = {name: _deferred(name, given) for name, given in tensors.items()}
-        _write(file, metadata, made, waiting)
+        deferred = {name: _deferred(name, tensor) for name, tensor in tensors.items()}
+        _write(file, metadata, deferred, waiting)
 
 
-def _deferred(name: str, given: np.ndarray | Deferred) -> Deferred:
+def _deferred(name: str, tensor: np.ndarray | Deferred) -> Deferred:
     """dtype, logical shape and values of a tensor to write."""
     if len(name.encode()) >= NAME_NBYTES:
         raise gguf_format.GGUFError(f"tensor name {name!r} has more than {NAME_NBYTES - 1} bytes")
-    if isinstance(given, Deferred):
-        return given
-    dtype = NUMPY.get(given.dtype)
-    if dtype is None or dtype.number is None or given.ndim > AXES:
+    if isinstance(tensor, Deferred):
+        return tensor
+    dtype = NUMPY.get(tensor.dtype)
+    if dtype is None or dtype.number is None or tensor.ndim > AXES:
         raise gguf_format.GGUFError(
-            f"{name}: a {given.dtype} array of {given.ndim} axes cannot be a GGUF tensor"
+            f"{name}: a {tensor.dtype} array of {tensor.ndim} axes cannot be a GGUF tensor"
         )
-    return Deferred(dtype, dtype.tensor_shape(given.shape), lambda: [given])
+    return Deferred(dtype, dtype.tensor_shape(tensor.shape), lambda: [tensor])
 
 
 def _write(
@@ -118,28 +118,28 @@ def _write_behind(file: BinaryIO, pieces: Iterable[memoryview], waiting: int) ->
 
     Ctrl-C can come at any moment: no lock here is taken in Python, which could be left locked.
     """
-    given, written = Given(), Done()
+    queue, written = Given(), Done()
     if waiting > 0:
         # glibc keeps the memory of blocks smaller than the largest that was freed: parts are made there again
         np.empty(min(2 * waiting, KEPT), np.uint8)
-    pending, begun = 0, False
+    pending, has_started = 0, False
     try:
-        start_new_thread(_write_given, (file, given, written))
-        begun = True
+        start_new_thread(_write_given, (file, queue, written))
+        has_started = True
         for piece in pieces:
             while pending and pending + piece.nbytes > waiting:
                 pending -= _size(written.get())
             if piece.nbytes:
-                given.put(piece)
+                queue.put(piece)
                 pending += piece.nbytes
         while pending:
             pending -= _size(written.get())
     finally:
         with suppress(Empty):  # after an error no one needs what still waits
             while True:
-                given.get_nowait()
-        given.put(None)
-        while begun and written.get() is not None:
+                queue.get_nowait()
+        queue.put(None)
+        while has_started and written.get() is not None:
             pass
 
 
@@ -150,10 +150,10 @@ def _size(done: int | BaseException | None) -> int:
     return done or 0
 
 
-def _write_given(file: BinaryIO, given: Given, written: Done) -> None:
+def _write_given(file: BinaryIO, queue: Given, written: Done) -> None:
     """Write what is given, in that order, until None or an error; None then says that it ended."""
     try:
-        while (data := given.get()) is not None:
+        while (data := queue.get()) is not None:
             _put(file, data)
             nbytes = data.nbytes
             del data  # its memory is free before the next part is made
@@ -184,13 +184,13 @@ def _encoded(key: str, value: Value) -> Iterator[bytes]:
         raise gguf_format.GGUFError(
             f"{key}: kind {value.kind} is none of {', '.join(NUMERIC)}, string"
         )
-    number, given = KINDS.index(value.kind), value.value
-    if not isinstance(given, (list, tuple, np.ndarray)):
-        yield struct.pack("<I", number) + _items(value.kind, [given])
+    number, items = KINDS.index(value.kind), value.value
+    if not isinstance(items, (list, tuple, np.ndarray)):
+        yield struct.pack("<I", number) + _items(value.kind, [items])
         return
-    yield struct.pack("<IIQ", KINDS.index("array"), number, len(given))
-    for at in range(0, len(given), ITEMS):
-        yield _items(value.kind, given[at : at + ITEMS])
+    yield struct.pack("<IIQ", KINDS.index("array"), number, len(items))
+    for at in range(0, len(items), ITEMS):
+        yield _items(value.kind, items[at : at + ITEMS])
 
 
 def _items(kind: str, items: Sequence[Any] | np.ndarray) -> bytes:

@@ -29,7 +29,7 @@ def missing_model(path: Path) -> str:
     """Advice for a path that cannot be opened, `; it is …`; empty if there is none."""
     if os.path.isdir(path):
         return _folder(path)
-    text, beside = str(path), sorted(file.name for file in path.parent.glob("*.gguf"))
+    text, siblings = str(path), sorted(file.name for file in path.parent.glob("*.gguf"))
     is_there = os.path.exists(path)  # False where pathlib raises, as for a name that is too long
     if (ollama := OLLAMA.fullmatch(text)) and not is_there:
         return _ollama(text, *ollama.groups())
@@ -41,13 +41,15 @@ def missing_model(path: Path) -> str:
         return f"; there is no folder {path.parent}"
     if is_there:
         return ""
-    return did_you_mean(path.name, beside) or (f"; there are {shortlist(beside)}" if beside else "")
+    return did_you_mean(path.name, siblings) or (
+        f"; there are {shortlist(siblings)}" if siblings else ""
+    )
 
 
 def _hugging_face(repository: str, name: str, file: str | None) -> str:
     if file or "gguf" in name.lower():
-        what = shlex.quote(file) if file else "--include '*Q8_0.gguf'"
-        return f"; download it from Hugging Face: hf download {repository} {what} --local-dir ."
+        pattern = shlex.quote(file) if file else "--include '*Q8_0.gguf'"
+        return f"; download it from Hugging Face: hf download {repository} {pattern} --local-dir ."
     return (
         f"; it is a name on Hugging Face: look for a GGUF file of it at https://huggingface.co/models?search={name}%20gguf,"
         f" then: hf download OWNER/{name}-GGUF --include '*Q8_0.gguf' --local-dir ."

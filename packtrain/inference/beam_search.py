@@ -54,11 +54,11 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 def likeliest(values: np.ndarray, count: int) -> np.ndarray:
     """Places of the largest values, descending; of equal ones the first come first."""
     if count < len(values):
-        least = np.partition(values, -count)[-count]
-        found = np.flatnonzero(values >= least)
+        threshold = np.partition(values, -count)[-count]
+        indices = np.flatnonzero(values >= threshold)
     else:
-        found = np.arange(len(values))
-    return found[np.argsort(-values[found], kind="stable")][:count]
+        indices = np.arange(len(values))
+    return indices[np.argsort(-values[indices], kind="stable")][:count]
 
 
 class Beams:
@@ -83,20 +83,20 @@ class Beams:
 
     def run(self) -> list[Beam]:
         """The best texts: fewer than wanted only if there are no more."""
-        began, context = time.perf_counter(), self._context
-        known = context.reuse(0, self.prompt)
-        logits = context.decode(self.prompt[known:], 0)
-        self.reading.add(len(self.prompt) - known, time.perf_counter() - began)
-        going, self._ended = [Beam()], []
-        while not (why := self._over(going)):
-            began = time.perf_counter()
-            if going[0].ids:
-                tokens, seqs = [beam.ids[-1] for beam in going], [beam.seq for beam in going]
+        start_time, context = time.perf_counter(), self._context
+        num_reused = context.reuse(0, self.prompt)
+        logits = context.decode(self.prompt[num_reused:], 0)
+        self.reading.add(len(self.prompt) - num_reused, time.perf_counter() - start_time)
+        active, self._ended = [Beam()], []
+        while not (reason := self._over(active)):
+            start_time = time.perf_counter()
+            if active[0].ids:
+                tokens, seqs = [beam.ids[-1] for beam in active], [beam.seq for beam in active]
                 logits = context.decode(tokens, seqs, wanted=range(len(seqs)))
-            going = self._placed(self._next(going, logits))
-            self.writing.add(len(logits), time.perf_counter() - began)
-        if why != "found":
-            self._keep([replace(beam, ended=why) for beam in going])
+            active = self._placed(self._next(active, logits))
+            self.writing.add(len(logits), time.perf_counter() - start_time)
+        if reason != "found":
+            self._keep([replace(beam, ended=reason) for beam in active])
         return self._ended
 
     def text(self, beam: Beam) -> str:
@@ -115,38 +115,40 @@ class Beams:
                 return text, True
         return text + pieces.add(stream.flush()) + pieces.rest(), pieces.stopped
 
-    def _next(self, going: list[Beam], logits: np.ndarray) -> list[Beam]:
+    def _next(self, active: list[Beam], logits: np.ndarray) -> list[Beam]:
         """The likeliest texts that are one token longer; those that end are kept apart."""
         width = self._search.width
-        following, ended = list[Beam](), list[Beam]()
-        for rank, beam in enumerate(self._longer(going, logits)):
+        following, finished = list[Beam](), list[Beam]()
+        for rank, beam in enumerate(self._longer(active, logits)):
             if beam.ids[-1] in self._tokenizer.ends:
-                ended += [replace(beam, ended="end")] if rank < width else []
+                finished += [replace(beam, ended="end")] if rank < width else []
             elif self._limits.stops and self._read(beam)[1]:
-                ended += [replace(beam, ended="stop")] if rank < width else []
+                finished += [replace(beam, ended="stop")] if rank < width else []
             elif len(following) < width:
                 following.append(beam)
-        self._keep(ended)
+        self._keep(finished)
         return following
 
-    def _longer(self, going: list[Beam], logits: np.ndarray) -> list[Beam]:
+    def _longer(self, active: list[Beam], logits: np.ndarray) -> list[Beam]:
         """So many that `width` are left when those that end are taken away, the likeliest first."""
-        count, found = (1 + len(self._tokenizer.ends)) * self._search.width, list[Beam]()
-        for beam, row in zip(going, logits, strict=True):
+        count, candidates = (1 + len(self._tokenizer.ends)) * self._search.width, list[Beam]()
+        for beam, row in zip(active, logits, strict=True):
             biased = row.copy()
             for id, by in self._search.bias.items():
                 biased[id] += by
             values = beam.total + log_probabilities(biased)
-            found += [
+            candidates += [
                 Beam((*beam.ids, int(id)), float(values[id]), beam.seq)
                 for id in likeliest(values, count)
                 if values[id] > -np.inf
             ]
-        return sorted(found, key=lambda beam: -beam.total)[:count]
+        return sorted(candidates, key=lambda beam: -beam.total)[:count]
 
-    def _keep(self, ended: list[Beam]) -> None:
-        every = sorted((*self._ended, *ended), key=lambda beam: -beam.score(self._search.penalty))
-        self._ended = every[: self._search.wanted]
+    def _keep(self, finished: list[Beam]) -> None:
+        ranked = sorted(
+            (*self._ended, *finished), key=lambda beam: -beam.score(self._search.penalty)
+        )
+        self._ended = ranked[: self._search.wanted]
 
     def _placed(self, beams: list[Beam]) -> list[Beam]:
         """The beams in sequences of their own: each text's first stays where that text is, the others share it."""
@@ -164,29 +166,29 @@ class Beams:
             placed.append(replace(beam, seq=seq))
         return placed
 
-    def _over(self, going: list[Beam]) -> str:
+    def _over(self, active: list[Beam]) -> str:
         """Why the search is over: `found`, or what ends all texts that are left; "" if it goes on."""
-        if not going:
+        if not active:
             return "found"
-        length = len(going[0].ids)
+        length = len(active[0].ids)
         if self._limits.interrupted():
             return "interrupted"
         if length == self._limits.count:
             return "count"
-        if length and np.count_nonzero(self._context.pools.all.sets == 0) < len(going):
+        if length and np.count_nonzero(self._context.pools.all.sets == 0) < len(active):
             return "context"
-        return "found" if self._found(going, length) else ""
+        return "found" if self._found(active, length) else ""
 
-    def _found(self, going: list[Beam], length: int) -> bool:
+    def _found(self, active: list[Beam], length: int) -> bool:
         """Whether no text that goes on can become better than those that are wanted."""
-        penalty, wanted = self._search.penalty, self._search.wanted
-        if len(self._ended) < wanted:
+        penalty, num_beams = self._search.penalty, self._search.wanted
+        if len(self._ended) < num_beams:
             return False
         if self._search.width == 1:  # greedy: the likeliest token ends the text
             return True
-        most = self._context.cache.cells - len(self.prompt) + 1
+        max_length = self._context.cache.cells - len(self.prompt) + 1
         if self._limits.count >= 0:
-            most = min(most, self._limits.count)
-        best = max(beam.total for beam in going)
-        bound = scored(best, most if penalty > 0 else length + 1, penalty)
+            max_length = min(max_length, self._limits.count)
+        best = max(beam.total for beam in active)
+        bound = scored(best, max_length if penalty > 0 else length + 1, penalty)
         return bound <= self._ended[-1].score(penalty)

@@ -66,14 +66,14 @@ def batches(lengths: Sequence[int], cells: int, sequences: int) -> Iterator[rang
         begin = end
 
 
-def check_texts(texts: Sequence[Sequence[int]], most: int) -> None:
+def check_texts(texts: Sequence[Sequence[int]], max_tokens: int) -> None:
     """Raise InputError unless every text has tokens, and at most so many."""
     for number, ids in enumerate(texts, 1):
         if not ids:
             raise InputError(f"text {number} has no tokens; an embedding needs one")
-        if len(ids) > most:
+        if len(ids) > max_tokens:
             raise InputError(
-                f"text {number} has {plural(len(ids), 'token')} and the context {most:,}; give a shorter one or"
+                f"text {number} has {plural(len(ids), 'token')} and the context {max_tokens:,}; give a shorter one or"
                 " a larger --ctx"
             )
 
@@ -91,6 +91,6 @@ def embeddings(
             context.remove(seq)
         if not np.isfinite(hidden).all():
             raise InputError("the embeddings are not finite; weights of the model may be damaged")
-        ends = np.cumsum([lengths[i] for i in batch])
-        for rows in np.split(hidden, ends[:-1]):
+        end_offsets = np.cumsum([lengths[i] for i in batch])
+        for rows in np.split(hidden, end_offsets[:-1]):
             yield pooled(rows, pooling)

@@ -49,14 +49,16 @@ class Generator:
         cache: Dtype = f32,
         target: Target = CPU,
         rows: int = 1,
-        **how: Any,
+        **options: Any,
     ) -> "Generator":
         """A generator with the mapped weights of a file, and a cache in its own session. Raises DoesNotFit.
 
         rows  most tokens whose logits one run gives
-        how   more for Context
+        options   more for Context
         """
-        return cls(Context(model, cells=cells, cache=cache.name, target=target, rows=rows, **how))
+        return cls(
+            Context(model, cells=cells, cache=cache.name, target=target, rows=rows, **options)
+        )
 
     @property
     def size(self) -> int:
@@ -93,14 +95,18 @@ class Generator:
     def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[Given], Sequence[int]]:
         """Feed as many tokens as one run takes; returns what the chain needs after the last, and those that remain."""
         size = self.context.sizes.next(len(tokens))
-        here, left = tokens[:size], tokens[size:]
-        wanted = [] if left else [len(here) - 1]
-        return self.context.choices(here, [chain] * len(wanted), self.seq, wanted=wanted), left
+        current, left = tokens[:size], tokens[size:]
+        output_rows = [] if left else [len(current) - 1]
+        return self.context.choices(
+            current, [chain] * len(output_rows), self.seq, wanted=output_rows
+        ), left
 
     def checked(self, tokens: Sequence[int], guessed: int, chain: Chain) -> list[Given]:
         """Feed tokens of which the last are guesses; what the chain needs after each, and after the one before."""
-        every = range(len(tokens) - guessed - 1, len(tokens))
-        return self.context.choices(tokens, [chain] * len(every), self.seq, wanted=every)
+        output_rows = range(len(tokens) - guessed - 1, len(tokens))
+        return self.context.choices(
+            tokens, [chain] * len(output_rows), self.seq, wanted=output_rows
+        )
 
 
 @dataclass(slots=True)
@@ -214,17 +220,17 @@ class Reply:
         """Tokens until the reply ends for any reason but a stop text, which is found in the text."""
         waiting = self._generator.resume(self.prompt)
         while not self._over():
-            speed, began = self.writing if self.ids else self.reading, time.perf_counter()
+            speed, start_time = self.writing if self.ids else self.reading, time.perf_counter()
             guess, left = self._guess(), NONE
             if guess:
                 rows = self._generator.checked([*waiting, *guess], len(guess), self._chain)
             else:
                 rows, left = self._generator.step(waiting, self._chain)
             read = len(waiting) - len(left)
-            for given, guessed in zip_longest(rows, guess):
-                chosen = self._chain.choose(given)
-                speed.add(read, time.perf_counter() - began)
-                read, began = 1, time.perf_counter()
+            for row, guessed in zip_longest(rows, guess):
+                chosen = self._chain.choose(row)
+                speed.add(read, time.perf_counter() - start_time)
+                read, start_time = 1, time.perf_counter()
                 if chosen in self._tokenizer.ends:
                     self.ended = "end"
                     return
@@ -235,7 +241,7 @@ class Reply:
                 if chosen != guessed or self._over():
                     break
             else:
-                speed.add(read, time.perf_counter() - began)
+                speed.add(read, time.perf_counter() - start_time)
             if guess:
                 self._generator.forget(len(self.prompt) + len(self.ids) - 1)
             waiting = left or self._generator.missing((*self.prompt, *self.ids))
@@ -300,9 +306,9 @@ class Pieces:
     def add(self, piece: str) -> str:
         """The text that can be released now, up to the first stop text."""
         text = self._held + piece
-        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, self.found = min(found)
+        matches = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if matches:
+            at, self.found = min(matches)
             self.stopped, self._held = True, ""
             return text[:at]
         keep = max(

@@ -21,9 +21,9 @@ class Answer:
         for id in prompt:  # so that the space before the first word is part of the text
             self._stream.feed(id)
 
-    def take(self, given: Given) -> None:
+    def take(self, candidates: Given) -> None:
         """Choose the next token, out of what left the device."""
-        chosen = self.chain.choose(given)
+        chosen = self.chain.choose(candidates)
         if chosen in self._ends:
             self.end("end")
             return
@@ -74,41 +74,41 @@ class Answers:
                     break
 
     def _run(self) -> Iterator[None]:
-        began, context = time.perf_counter(), self._context
-        known = context.reuse(0, self.prompt)
-        first = context.decode(self.prompt[known:], 0)[0]  # of which each chain takes its own
-        found: list[Given] = [first] * len(self.every)
+        start_time, context = time.perf_counter(), self._context
+        num_reused = context.reuse(0, self.prompt)
+        first = context.decode(self.prompt[num_reused:], 0)[0]  # of which each chain takes its own
+        outputs: list[Given] = [first] * len(self.every)
         for seq in range(1, len(self.every)):
             context.remove(seq)
             context.copy(0, seq)
-        self.reading.add(len(self.prompt) - known, time.perf_counter() - began)
+        self.reading.add(len(self.prompt) - num_reused, time.perf_counter() - start_time)
         self._limit(self.every, len(self.every))
-        going = [(seq, answer) for seq, answer in enumerate(self.every) if not answer.ended]
-        while going:
-            began = time.perf_counter()
-            for (_, answer), given in zip(going, found, strict=True):
-                answer.take(given)
+        active = [(seq, answer) for seq, answer in enumerate(self.every) if not answer.ended]
+        while active:
+            start_time = time.perf_counter()
+            for (_, answer), row in zip(active, outputs, strict=True):
+                answer.take(row)
             room = int((context.pools.all.sets == 0).sum())
-            self._limit([answer for _, answer in going if not answer.ended], room)
-            going = [(seq, answer) for seq, answer in going if not answer.ended]
-            if going:
-                tokens = [answer.ids[-1] for _, answer in going]
-                seqs = [seq for seq, _ in going]
-                chains = [answer.chain for _, answer in going]
-                found = context.choices(tokens, chains, seqs)
-                self.writing.add(len(seqs), time.perf_counter() - began)
+            self._limit([answer for _, answer in active if not answer.ended], room)
+            active = [(seq, answer) for seq, answer in active if not answer.ended]
+            if active:
+                tokens = [answer.ids[-1] for _, answer in active]
+                seqs = [seq for seq, _ in active]
+                chains = [answer.chain for _, answer in active]
+                outputs = context.choices(tokens, chains, seqs)
+                self.writing.add(len(seqs), time.perf_counter() - start_time)
             yield
 
-    def _limit(self, going: list[Answer], room: int) -> None:
+    def _limit(self, active: list[Answer], room: int) -> None:
         """End those that may not go on, with so many cells free."""
-        for answer in going:
+        for answer in active:
             if self._limits.interrupted():
                 answer.end("interrupted")
             elif answer.chain.over:
                 answer.end("end")
             elif len(answer.ids) == self._limits.count:
                 answer.end("count")
-            elif room < len(going) or len(self.prompt) + len(answer.ids) > self._size:
+            elif room < len(active) or len(self.prompt) + len(answer.ids) > self._size:
                 answer.end("context")
             elif self._limits.loop_tokens and is_loop(answer.ids, self._limits.loop_tokens):
                 answer.end("loop")

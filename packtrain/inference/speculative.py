@@ -49,14 +49,14 @@ class SmallModel:
     shared: int
 
     def propose(self, text: Sequence[int], count: int) -> list[int]:
-        found, room = list[int](), self.generator.size - len(text)
+        draft_ids, room = list[int](), self.generator.size - len(text)
         if max(text) >= self.shared:
-            return found
-        while len(found) < min(count, room):
-            logits = self.generator.feed(self.generator.resume([*text, *found]))
+            return draft_ids
+        while len(draft_ids) < min(count, room):
+            logits = self.generator.feed(self.generator.resume([*text, *draft_ids]))
             token = int(logits.argmax())
             likely = 1 / np.exp(logits - logits[token], dtype=np.float64).sum()
             if likely < self.least or token >= self.shared:
                 break
-            found.append(token)
-        return found
+            draft_ids.append(token)
+        return draft_ids

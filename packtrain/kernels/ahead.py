@@ -50,8 +50,10 @@ class Way:
 
     def nbytes(self, names: Collection[str]) -> int:
         """Most private memory of the children while they compile these modules."""
-        alone = max((LARGER.get(name, SINGLE) for name in names), default=SINGLE)
-        return self.children * MIB * (max(LASTING, alone) if self.lasting else alone)
+        largest_module = max((LARGER.get(name, SINGLE) for name in names), default=SINGLE)
+        return (
+            self.children * MIB * (max(LASTING, largest_module) if self.lasting else largest_module)
+        )
 
 
 WAYS = (Way(2, True), Way(2, False), Way(1, True), Way(1, False))  # the fastest first
@@ -59,13 +61,16 @@ WAYS = (Way(2, True), Way(2, False), Way(1, True), Way(1, False))  # the fastest
 
 def way(limit: int | None, used: int, names: Collection[str]) -> Way:
     """The fastest way to compile these modules within the limit, beside `used` bytes. Raises DoesNotFit."""
-    most = min(runtime.allowed_cpus(), CHILDREN)
-    for one in WAYS:
-        if one.children <= most and (limit is None or used + one.nbytes(names) <= limit):
-            return one
-    least = -(-(used + WAYS[-1].nbytes(names)) // MIB)
+    max_children = min(runtime.allowed_cpus(), CHILDREN)
+    for option in WAYS:
+        if option.children <= max_children and (
+            limit is None or used + option.nbytes(names) <= limit
+        ):
+            return option
+    needed_mib = -(-(used + WAYS[-1].nbytes(names)) // MIB)
     raise DoesNotFit(
-        f"--memory: compiling kernels needs {least} MiB; run `packtrain compile` first, or give --memory {least}MiB"
+        f"--memory: compiling kernels needs {needed_mib} MiB; run `packtrain"
+        f" compile` first, or give --memory {needed_mib}MiB"
     )
 
 
@@ -280,12 +285,12 @@ def _loaded(name: str) -> Any:
     runtime.limit_blas()
     for other in sorted(store.needed(name) - {name}):
         load(other)
-    found = _from_cache(name)
-    if found is None:
+    cached_module = _from_cache(name)
+    if cached_module is None:
         return with_numba(name)
     if name == "call":
-        start(found.serve)
-    return shown(name, found)
+        start(cached_module.serve)
+    return shown(name, cached_module)
 
 
 def _from_cache(name: str) -> Any:

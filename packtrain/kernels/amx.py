@@ -27,8 +27,8 @@ def tile_call(builder, name, *args):
     """One of LLVM's intrinsics of tiles; an int is the number of a tile."""
     if not AMX:
         return
-    given = [I8(arg) if isinstance(arg, int) else arg for arg in args]
-    simd.call(builder, f"llvm.x86.{name}", ir.VoidType(), *given)
+    call_args = [I8(arg) if isinstance(arg, int) else arg for arg in args]
+    simd.call(builder, f"llvm.x86.{name}", ir.VoidType(), *call_args)
 
 
 def read_tile(builder, number, base, distance=None):
@@ -60,25 +60,25 @@ def emit_load(builder, place, left):
     return simd.read(builder, vector_at(builder, place), mask)
 
 
-def emit_two(builder, along, source, ld, number, ends):
+def emit_two(builder, by_line, source, ld, number, limits):
     """What becomes one row of pairs: 32 values of line `number`, or 16 values of two steps.
 
-    ends  lines and steps there are, if not all
+    limits  lines and steps there are, if not all
     """
-    lines, left = ends or (None, None)
-    if along:
+    lines, left = limits or (None, None)
+    if by_line:
         line = I64(number)
-        if ends:
+        if limits:
             last = builder.sub(lines, I64(1))
             line = builder.select(builder.icmp_signed("<", line, last), line, last)
         place = beyond(builder, source, builder.mul(line, ld))
-        after = builder.sub(left, I64(LANES)) if ends else None
+        after = builder.sub(left, I64(LANES)) if limits else None
         high = emit_load(builder, builder.add(place, I64(4 * LANES)), after)
         return emit_load(builder, place, left), high
     values = []
     for step in (2 * number, 2 * number + 1):
         place = beyond(builder, source, builder.mul(I64(step), ld))
-        if ends:
+        if limits:
             inside = builder.icmp_signed("<", I64(step), left)
             values.append(emit_load(builder, place, builder.select(inside, lines, I64(0))))
         else:
@@ -86,19 +86,19 @@ def emit_two(builder, along, source, ld, number, ends):
     return values
 
 
-def emit_rounded(builder, along, low, high):
+def emit_rounded(builder, by_line, low, high):
     """A row of pairs of bf16."""
-    if not along:
+    if not by_line:
         return emit_pair(builder, low, high)
     both = simd.call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", HALVES, high, low)
     return builder.bitcast(both, VECTOR)
 
 
-def emit_lost(builder, along, pairs, low, high):
+def emit_lost(builder, by_line, pairs, low, high):
     """What rounding took from `low` and `high`."""
     bits = builder.bitcast(pairs, simd.BITS)
     sixteen = ir.Constant(simd.BITS, [16] * LANES)
-    if along:
+    if by_line:
         words = builder.bitcast(pairs, ir.VectorType(ir.IntType(16), 2 * LANES))
         parts = (
             builder.shuffle_vector(
@@ -116,7 +116,7 @@ def emit_lost(builder, along, pairs, low, high):
     ]
 
 
-def emit_pack(builder, along, turn, source, ld, target, count, ends):
+def emit_pack(builder, by_line, turn, source, ld, target, count, limits):
     """See packer; with a count of 2 what rounding lost comes behind."""
     tiles = [[] for _ in range(count)]
 
@@ -125,10 +125,10 @@ def emit_pack(builder, along, turn, source, ld, target, count, ends):
         builder.store(row, vector_at(builder, place), align=64)
 
     for r in range(LANES):
-        two = emit_two(builder, along, source, ld, r, ends)
+        two = emit_two(builder, by_line, source, ld, r, limits)
         for number, tile in enumerate(tiles):
-            row = emit_rounded(builder, along, *two)
-            two = emit_lost(builder, along, row, *two) if count > 1 else two
+            row = emit_rounded(builder, by_line, *two)
+            two = emit_lost(builder, by_line, row, *two) if count > 1 else two
             tile.append(row)
             if not turn:
                 store(number, r, row)
@@ -137,25 +137,25 @@ def emit_pack(builder, along, turn, source, ld, target, count, ends):
             store(number, r, row)
 
 
-def packer(along, turn):
+def packer(by_line, turn):
     """An intrinsic that packs 16 lines x 32 steps of `source`, which end at `lines` and `left`, with zeros behind.
 
-    along  steps lie side by side in `source`, not lines
+    by_line  steps lie side by side in `source`, not lines
     turn   pairs of the tile lie line by line if they did not in the source
     """
 
     def emit(builder, source, ld, lines, left, target, half):
         if not AMX:
             return
-        whole = builder.and_(
+        is_full = builder.and_(
             builder.icmp_signed(">=", lines, I64(LANES)),
             builder.icmp_signed(">=", left, I64(STEPS)),
         )
-        one = builder.icmp_signed("==", half, I64(1))
-        for count, right in ((1, one), (2, builder.not_(one))):
-            for ends, there in ((None, whole), ((lines, left), builder.not_(whole))):
-                with builder.if_then(builder.and_(right, there), likely=ends is None):
-                    emit_pack(builder, along, turn, source, ld, target, count, ends)
+        is_half = builder.icmp_signed("==", half, I64(1))
+        for count, right in ((1, is_half), (2, builder.not_(is_half))):
+            for limits, condition in ((None, is_full), ((lines, left), builder.not_(is_full))):
+                with builder.if_then(builder.and_(right, condition), likely=limits is None):
+                    emit_pack(builder, by_line, turn, source, ld, target, count, limits)
 
     return simd.instruction(void, i64, i64, i64, i64, i64, i64)(emit)
 

@@ -113,7 +113,7 @@ def attend(y, lse, q, k, v, places_of, sinks, keys, rule, task):
     rows = min(block, T - first)
     lanes = -(-rows // LANES) * LANES
     columns, mixed = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
-    scores, spare = on_stack(KEYS * lanes), on_stack(online.spare_of(k, D))
+    scores, head_buffer = on_stack(KEYS * lanes), on_stack(online.spare_of(k, D))
     places, sums = scratch(PLACES), scratch(STATE)
     at = ((b * T + first) * H + h) * D
     pack(columns, lanes, address(q, at), H * D, rows, D, scale * online.LOG2E)
@@ -125,14 +125,14 @@ def attend(y, lse, q, k, v, places_of, sinks, keys, rule, task):
         if seen == NO:
             continue
         from_key = ((b * S + start) * K + h // (H // K)) * D
-        key, line = online.heads(k, from_key, count, D, spare)
+        key, line = online.heads(k, from_key, count, D, head_buffer)
         rows_product(count, lanes, D, scores, lanes, key, line, columns, lanes, False)
         if cap > 0:
             online.squash(scores, count * lanes, cap * online.LOG2E)
         if seen == SOME:
             hide(scores, lanes, places, k_pos, k_seq, b, start, count)
         soften(scores, lanes, count, sums, mixed, D)
-        value, line = online.heads(v, from_key, count, D, spare)
+        value, line = online.heads(v, from_key, count, D, head_buffer)
         columns_product(D, lanes, count, mixed, lanes, value, line, scores, lanes, True)
     out = address(lse, (b * H + h) * T + first)
     finish(address(y, at), H * D, out, rows, sums, mixed, lanes, D)

@@ -144,17 +144,19 @@ def attend_one(y, q, k, v, places_of, sinks, rule, task):
             poke(sums, FEW_HEADS + h, f32(1.0) if sinks.size else f32(0.0))
         fetch_heads(k, head, order, row, low, min(KEYS, end - low))
         for start in range(low, end, KEYS):
-            some = min(KEYS, end - start)
-            fetch_heads(v, head, order, row, start, some)
-            gather(block, k, head, D, order, row, start, some)
-            fetch_heads(k, head, order, row, start + some, min(KEYS, end - start - some))
-            score(scores, group, at_q, D, block, some, f32(scale * LOG2E))
+            block_keys = min(KEYS, end - start)
+            fetch_heads(v, head, order, row, start, block_keys)
+            gather(block, k, head, D, order, row, start, block_keys)
+            fetch_heads(
+                k, head, order, row, start + block_keys, min(KEYS, end - start - block_keys)
+            )
+            score(scores, group, at_q, D, block, block_keys, f32(scale * LOG2E))
             if cap > 0:
                 online.squash(scores, group * KEYS, cap * LOG2E)
             for h in range(group):
-                soften_one(scores, some, sums, h, at_y, D)
-            gather(block, v, head, D, order, row, start, some)
-            rows_product(group, D, some, at_y, D, scores, KEYS, block, D, True)
+                soften_one(scores, block_keys, sums, h, at_y, D)
+            gather(block, v, head, D, order, row, start, block_keys)
+            rows_product(group, D, block_keys, at_y, D, scores, KEYS, block, D, True)
         finish_one(group, sums, at_y, D)
 
 
@@ -178,15 +180,15 @@ def attend_run(y, q, k, v, places_of, sinks, rule, h, first, rows):
     low = first_from(order, row, count, k_pos, earliest(low_pos, window))
     end = first_from(order, row, count, k_pos, high_pos + 1)
     for start in range(low, end, KEYS):
-        some = min(KEYS, end - start)
-        gather(block, k, head, D, order, row, start, some)
-        rows_product(some, lanes, D, scores, lanes, block, D, columns, lanes, False)
+        block_keys = min(KEYS, end - start)
+        gather(block, k, head, D, order, row, start, block_keys)
+        rows_product(block_keys, lanes, D, scores, lanes, block, D, columns, lanes, False)
         if cap > 0:
-            online.squash(scores, some * lanes, cap * LOG2E)
-        hide_after(scores, lanes, spots, k_pos, order, row, start, some)
-        soften(scores, lanes, some, sums, mixed, D)
-        gather(block, v, head, D, order, row, start, some)
-        columns_product(D, lanes, some, mixed, lanes, block, D, scores, lanes, True)
+            online.squash(scores, block_keys * lanes, cap * LOG2E)
+        hide_after(scores, lanes, spots, k_pos, order, row, start, block_keys)
+        soften(scores, lanes, block_keys, sums, mixed, D)
+        gather(block, v, head, D, order, row, start, block_keys)
+        columns_product(D, lanes, block_keys, mixed, lanes, block, D, scores, lanes, True)
     finish(simd.address(y, at), H * D, lse, rows, sums, mixed, lanes, D)
 
 
@@ -235,12 +237,12 @@ def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, scale, wind
     tasks = H * -(-T // queries_in_block(D))
     if T <= FEW:
         tasks = T * k.shape[1]
-    most = i64(0)
+    max_count = i64(0)
     for row in range(len(counts)):
-        most = max(most, i64(counts[row]))
-    given = (y, q, k, v, (q_pos, q_row, order, counts, k_pos), sinks, (scale, window, cap))
-    if T * H * D * most < SMALL:
+        max_count = max(max_count, i64(counts[row]))
+    task_args = (y, q, k, v, (q_pos, q_row, order, counts, k_pos), sinks, (scale, window, cap))
+    if T * H * D * max_count < SMALL:
         for task in range(tasks):
-            attend_task(*given, task)
+            attend_task(*task_args, task)
     else:
-        each(attend_task, given, tasks)
+        each(attend_task, task_args, tasks)

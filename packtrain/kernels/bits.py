@@ -51,23 +51,23 @@ def reading(kind, result, emit):
     """An intrinsic (address, i): emit(builder, value) of element i there, or of sixteen from it on."""
 
     def emit_read(builder, address, i):
-        one = kind.element if isinstance(kind, ir.VectorType) else kind
-        at = builder.gep(builder.inttoptr(address, one.as_pointer()), [i])
+        element_type = kind.element if isinstance(kind, ir.VectorType) else kind
+        at = builder.gep(builder.inttoptr(address, element_type.as_pointer()), [i])
         return emit(builder, builder.load(builder.bitcast(at, kind.as_pointer()), align=1))
 
     return simd.instruction(result, types.int64, types.int64)(emit_read)
 
 
-def writing(given, emit):
+def writing(value_type, emit):
     """An intrinsic (address, i, value): emit(builder, value) becomes element i there, or sixteen from it on."""
 
     def emit_write(builder, address, i, value):
         value = emit(builder, value)
-        one = value.type.element if isinstance(value.type, ir.VectorType) else value.type
-        at = builder.gep(builder.inttoptr(address, one.as_pointer()), [i])
+        element_type = value.type.element if isinstance(value.type, ir.VectorType) else value.type
+        at = builder.gep(builder.inttoptr(address, element_type.as_pointer()), [i])
         builder.store(value, builder.bitcast(at, value.type.as_pointer()), align=1)
 
-    return simd.instruction(types.void, types.int64, types.int64, given)(emit_write)
+    return simd.instruction(types.void, types.int64, types.int64, value_type)(emit_write)
 
 
 def sixteen(kind):
@@ -121,7 +121,7 @@ def emit_pick_by_eight(builder, values, numbers):
         lanes = ir.Constant(places, list(range(first, first + 8)))
         return builder.shuffle_vector(v, v, lanes)
 
-    made = []
+    picked_halves = []
     for index in (half(numbers, 0), half(numbers, 8)):
         low, high = (
             simd.call(builder, "llvm.x86.avx2.permps", eight, half(values, first), index)
@@ -129,8 +129,8 @@ def emit_pick_by_eight(builder, values, numbers):
         )
         fourth = builder.and_(index, ir.Constant(places, [8] * 8))
         upper = builder.icmp_signed("!=", fourth, ir.Constant(places, [0] * 8))
-        made.append(builder.select(upper, high, low))
-    return builder.shuffle_vector(*made, ir.Constant(BITS, list(range(LANES))))
+        picked_halves.append(builder.select(upper, high, low))
+    return builder.shuffle_vector(*picked_halves, ir.Constant(BITS, list(range(LANES))))
 
 
 pick = simd.instruction(f32x16, f32x16, i32x16)(emit_pick)
@@ -141,13 +141,13 @@ def low_bits(count):
 
     With AVX-512 a permutation of the possible results, which are the same for many b.
     """
-    most = (1 << count) - 1
-    each = ir.Constant(VECTOR, [float(lane & most) for lane in range(LANES)])
+    code_mask = (1 << count) - 1
+    each = ir.Constant(VECTOR, [float(lane & code_mask) for lane in range(LANES)])
 
     def emit(builder, b, d, m):
         code = each
         if not AVX512:
-            code = builder.sitofp(builder.and_(b, ir.Constant(BITS, [most] * LANES)), VECTOR)
+            code = builder.sitofp(builder.and_(b, ir.Constant(BITS, [code_mask] * LANES)), VECTOR)
         values = simd.call(builder, "llvm.fma.v16f32", VECTOR, code, d, m)
         return emit_pick(builder, values, b) if AVX512 else values
 
@@ -185,9 +185,9 @@ def lane_numbers(builder):
     return ir.Constant(BITS, list(range(LANES)))
 
 
-def converting(given, result, emit):
+def converting(vector_type, result, emit):
     """An intrinsic on one vector: emit(builder, vector)."""
-    return simd.instruction(result, given)(emit)
+    return simd.instruction(result, vector_type)(emit)
 
 
 spread_bits = converting(i32x16, i32x16, lambda builder, v: v)
@@ -198,8 +198,8 @@ to_bits = converting(f32x16, i32x16, lambda builder, v: builder.fptosi(v, BITS))
 
 
 def emit_set_lanes(builder, v):
-    found = builder.icmp_signed("!=", v, ir.Constant(BITS, [0] * LANES))
-    return builder.zext(builder.bitcast(found, I16), I64)
+    nonzero = builder.icmp_signed("!=", v, ir.Constant(BITS, [0] * LANES))
+    return builder.zext(builder.bitcast(nonzero, I16), I64)
 
 
 set_lanes = converting(i32x16, types.int64, emit_set_lanes)  # bit i: lane i is not zero

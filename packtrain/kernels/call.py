@@ -62,13 +62,13 @@ def kernel(signature, **options):
 
 def with_symbol(dispatcher):
     """Let other kernels call this one by its symbol instead of linking it into themselves."""
-    (found,) = dispatcher.overloads.values()
-    outside = copy.copy(found.fndesc)
+    (overload,) = dispatcher.overloads.values()
+    outside = copy.copy(overload.fndesc)
     outside.mangled_name = f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__name__}"
-    code = found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
+    code = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
     llvmlite.binding.add_symbol(outside.mangled_name, code)
-    del dispatcher.targetctx._defns[found.entry_point]
-    dispatcher.targetctx.insert_user_function(found.entry_point, outside)
+    del dispatcher.targetctx._defns[overload.entry_point]
+    dispatcher.targetctx.insert_user_function(overload.entry_point, outside)
     dispatcher.outside = outside
     machine.made.append(dispatcher)
     return dispatcher
@@ -81,12 +81,12 @@ def call(context, builder, function, args):
     context.call_conv.call_function(builder, callee, outside.restype, outside.argtypes, args)
 
 
-def in_parallel(task, given, count):
+def in_parallel(task, task_args, count):
     if count == 1:  # a parallel region costs more
-        call_task(task, given, 0)
+        call_task(task, task_args, 0)
         return
     for number in prange(count):
-        call_task(task, given, number)
+        call_task(task, task_args, number)
 
 
 if crew.AVAILABLE:
@@ -126,7 +126,8 @@ def run_all(rows, at, end):
 
 @part(i64(words2, i64))
 def tasks_of(every, step):
-    """Of products that are one call, each in tasks of `step` columns; each row of `every` has its N in second place."""
+    """Of products that are one call, each in tasks of `step` columns; each row of `products` has its N in
+    second place."""
     count = i64(0)
     for i in range(len(every)):
         count += -(-every[i, 1] // step)
@@ -153,13 +154,13 @@ def task_code(context, builder, function, kinds, given_type, places):
     task.linkage = "internal"
     inner = ir.IRBuilder(task.append_basic_block())
     room, number = task.args
-    given = inner.load(inner.inttoptr(room, given_type.as_pointer()))
-    values = cgutils.unpack_tuple(inner, inner.extract_value(given, 0))
+    given_values = inner.load(inner.inttoptr(room, given_type.as_pointer()))
+    values = cgutils.unpack_tuple(inner, inner.extract_value(given_values, 0))
     values = [
-        context.cast(inner, value, kind, wanted)
-        for value, kind, wanted in zip(values, kinds, function.outside.argtypes, strict=False)
+        context.cast(inner, value, kind, arg_type)
+        for value, kind, arg_type in zip(values, kinds, function.outside.argtypes, strict=False)
     ]
-    call(context, inner, function, values + places(inner, given, number))
+    call(context, inner, function, values + places(inner, given_values, number))
     inner.ret_void()
     return builder.ptrtoint(task, I64)
 
@@ -168,22 +169,22 @@ def launch(places):
     """The code of an intrinsic on (kernel, given values, count, …): it runs tasks 0 … count - 1 on the threads."""
 
     def codegen(context, builder, sig, args):
-        kept = cgutils.pack_struct(builder, [args[1], *args[3:]])
-        room = cgutils.alloca_once_value(builder, kept)
+        task_values = cgutils.pack_struct(builder, [args[1], *args[3:]])
+        room = cgutils.alloca_once_value(builder, task_values)
         function, kinds = sig.args[0].dispatcher, sig.args[1]
-        task = task_code(context, builder, function, kinds, kept.type, places)
+        task = task_code(context, builder, function, kinds, task_values.type, places)
         call(context, builder, on_threads, [task, builder.ptrtoint(room, I64), args[2]])
         return context.get_dummy_value()
 
     return codegen
 
 
-def one_number(builder, given, number):
+def one_number(builder, task_values, number):
     return [number]
 
 
-def span_of(builder, given, number):
-    size, step = builder.extract_value(given, 1), builder.extract_value(given, 2)
+def span_of(builder, task_values, number):
+    size, step = builder.extract_value(task_values, 1), builder.extract_value(task_values, 2)
     start = builder.mul(number, step)
     stop = builder.add(start, step)
     return [start, builder.select(builder.icmp_signed("<", stop, size), stop, size)]

@@ -33,10 +33,10 @@ put_rounded = bits.writing(f32x16, emit_rounded)  # sixteen values as bf16
 @kernel(void(out_words, in1, i64, i64))
 def narrow_some(y, x, start, stop):
     to, source = y.ctypes.data, address(x, 0)
-    whole = start + (stop - start) // LANES * LANES
-    for i in range(start, whole, LANES):
+    vector_end = start + (stop - start) // LANES * LANES
+    for i in range(start, vector_end, LANES):
         put_rounded(to, i, load(source, i))
-    for i in range(whole, stop):
+    for i in range(vector_end, stop):
         word = bits.word_at(source, i)
         up = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
         bits.put_short(to, i, NAN if word & 0x7FFFFFFF > INFINITY else up)
@@ -45,10 +45,10 @@ def narrow_some(y, x, start, stop):
 @kernel(void(out1, words, i64, i64))
 def widen_some(y, x, start, stop):
     to, source = address(y, 0), x.ctypes.data
-    whole = start + (stop - start) // LANES * LANES
-    for i in range(start, whole, LANES):
+    vector_end = start + (stop - start) // LANES * LANES
+    for i in range(start, vector_end, LANES):
         store(to, i, bits.as_floats(bits.shorts_at(source, i) << 16))
-    for i in range(whole, stop):
+    for i in range(vector_end, stop):
         bits.put_short(to, 2 * i, 0)
         bits.put_short(to, 2 * i + 1, bits.short_at(source, i))
 

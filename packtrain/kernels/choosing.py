@@ -54,11 +54,13 @@ def seen(x):
 @part(f32(in2, i64, i64))
 def largest_of(x, first, stop):
     """Of the values `seen` in some spans."""
-    most = simd.splat(-INFINITY)
+    running_max = simd.splat(-INFINITY)
     for i in range(first, stop, LANES):
         v = simd.load(x, i)
-        most = simd.maximum(simd.select_less(simd.absolute(v), INFINITY, v, INFINITY), most)
-    return simd.largest(most)
+        running_max = simd.maximum(
+            simd.select_less(simd.absolute(v), INFINITY, v, INFINITY), running_max
+        )
+    return simd.largest(running_max)
 
 
 @kernel(void(out_ids2, out2, in2, i64, i64, i64, i64))
@@ -75,50 +77,50 @@ def offer(ids, values, x, row, start, stop, k):
 @part(i64(i64, i64, i64, f32))
 def count_less(v, first, stop, than):
     """How many of some spans of values at v are less."""
-    found = simd.splat(0.0)
+    counts = simd.splat(0.0)
     for i in range(first, stop, LANES):
-        found = found + simd.select_less(simd.load(v, i), than, 1.0, 0.0)
-    return i64(simd.total(found))
+        counts = counts + simd.select_less(simd.load(v, i), than, 1.0, 0.0)
+    return i64(simd.total(counts))
 
 
 @kernel(f32(i64, i64, i64))
 def reached(most, count, k):
     """The largest of `count` values that k of them reach, and room for a span behind them."""
     simd.store(most, count, simd.splat(INFINITY))
-    least = f32(-INFINITY)
+    threshold = f32(-INFINITY)
     for i in range(count):
         v = simd.peek(most, i)
-        enough = count_less(most, 0, count, v) <= count - k
-        least = max(least, v if enough else f32(-INFINITY))
-    return least
+        is_reached = count_less(most, 0, count, v) <= count - k
+        threshold = max(threshold, v if is_reached else f32(-INFINITY))
+    return threshold
 
 
 @kernel(i64(i64, i64, i64, in2, i64, i64, i64, f32))
-def collect(found, at, many, x, row, first, stop, least):
-    """Add values of at least this, and their places, to `many` others; more than ROOM if they do not fit."""
+def collect(candidates, at, num_candidates, x, row, first, stop, least):
+    """Add values of at least this, and their places, to `num_candidates` others; more than ROOM if they do not fit."""
     for e in range(first, stop):
-        if many == ROOM:
+        if num_candidates == ROOM:
             return ROOM + 1
         v = seen(x[row, e])
-        simd.poke(found, many, v)
-        put_word(at, many, e)
-        many += i64(v >= least)
-    return many
+        simd.poke(candidates, num_candidates, v)
+        put_word(at, num_candidates, e)
+        num_candidates += i64(v >= least)
+    return num_candidates
 
 
 @kernel(void(out_ids2, out2, i64, i64, i64, i64))
-def put_in_order(ids, values, row, found, at, many):
+def put_in_order(ids, values, row, candidates, at, num_candidates):
     """Values to the places that so many greater ones, or equal ones before them, leave them."""
-    simd.store(found, many, simd.splat(-INFINITY))
-    for i in range(many):
-        v, here = simd.peek(found, i), i // LANES * LANES
-        place = here - count_less(found, 0, here, v)
-        for j in range(here, here + LANES):
-            w = simd.peek(found, j)
+    simd.store(candidates, num_candidates, simd.splat(-INFINITY))
+    for i in range(num_candidates):
+        v, span_start = simd.peek(candidates, i), i // LANES * LANES
+        place = span_start - count_less(candidates, 0, span_start, v)
+        for j in range(span_start, span_start + LANES):
+            w = simd.peek(candidates, j)
             place += i64(w > v) + i64((w == v) & (j < i))
         over = simd.splat(0.0)
-        for j in range(here + LANES, many, LANES):
-            over = over + simd.select_less(v, simd.load(found, j), 1.0, 0.0)
+        for j in range(span_start + LANES, num_candidates, LANES):
+            over = over + simd.select_less(v, simd.load(candidates, j), 1.0, 0.0)
         place += i64(simd.total(over))
         if place < ids.shape[1]:
             values[row, place], ids[row, place] = v, word_at(at, i)
@@ -126,7 +128,7 @@ def put_in_order(ids, values, row, found, at, many):
 
 @kernel(types.boolean(out_ids2, out2, in2, i64))
 def candidates_at_once(ids, values, x, row):
-    """Of a long row: k of its parts have a value of at least `least`, so that few others need be looked at.
+    """Of a long row: k of its parts have a value of at least `threshold`, so that few others need be looked at.
 
     False, and nothing done, if the row is short or too many values are as large.
     """
@@ -134,23 +136,25 @@ def candidates_at_once(ids, values, x, row):
     step = size // (SHARES * max(k, 1)) // SPAN * SPAN
     if step == 0 or k > MOST or size // step > ROOM:
         return False
-    most, found, at = simd.scratch(ROOMS), simd.scratch(ROOMS), simd.scratch(ROOMS)
-    count, many, first = size // step, i64(0), row * size
+    part_max, candidates, at = simd.scratch(ROOMS), simd.scratch(ROOMS), simd.scratch(ROOMS)
+    count, num_candidates, first = size // step, i64(0), row * size
     for i in range(count):
-        simd.poke(most, i, largest_of(x, first + i * step, first + (i + 1) * step))
-    least = reached(most, count, k)
+        simd.poke(part_max, i, largest_of(x, first + i * step, first + (i + 1) * step))
+    threshold = reached(part_max, count, k)
     for i in range(count):
-        if simd.peek(most, i) < least:
+        if simd.peek(part_max, i) < threshold:
             continue
         for e in range(i * step, (i + 1) * step, SPAN):
-            if largest_of(x, first + e, first + e + SPAN) >= least:
-                many = collect(found, at, many, x, row, e, e + SPAN, least)
-                if many > ROOM:
+            if largest_of(x, first + e, first + e + SPAN) >= threshold:
+                num_candidates = collect(
+                    candidates, at, num_candidates, x, row, e, e + SPAN, threshold
+                )
+                if num_candidates > ROOM:
                     return False
-    many = collect(found, at, many, x, row, count * step, size, least)
-    if many > ROOM:
+    num_candidates = collect(candidates, at, num_candidates, x, row, count * step, size, threshold)
+    if num_candidates > ROOM:
         return False
-    put_in_order(ids, values, row, found, at, many)
+    put_in_order(ids, values, row, candidates, at, num_candidates)
     return True
 
 
@@ -165,12 +169,12 @@ def candidate_rows(ids, values, x, start, stop):
             values[row, e] = seen(x[row, e])
         for at in range(k // 2 - 1, -1, -1):
             sift(ids, values, row, at, k)
-        whole = k + (size - k) // SPAN * SPAN
-        for first in range(k, whole, SPAN):  # most have nothing new
+        span_end = k + (size - k) // SPAN * SPAN
+        for first in range(k, span_end, SPAN):  # most have nothing new
             at = row * size + first
             if largest_of(x, at, at + SPAN) > values[row, 0]:
                 offer(ids, values, x, row, first, first + SPAN, k)
-        offer(ids, values, x, row, whole, size, k)
+        offer(ids, values, x, row, span_end, size, k)
         for end in range(k - 1, 0, -1):
             values[row, 0], values[row, end] = values[row, end], values[row, 0]
             ids[row, 0], ids[row, end] = ids[row, end], ids[row, 0]
@@ -222,8 +226,8 @@ def kept(x, row, count, top_p, min_p):
                 count = j + 1
                 break
     if min_p > 0.0:
-        least = f64(x[row, 0]) + min(math.log(min_p), 0.0)
-        while count > 1 and f64(x[row, count - 1]) < least:
+        min_logit = f64(x[row, 0]) + min(math.log(min_p), 0.0)
+        while count > 1 and f64(x[row, count - 1]) < min_logit:
             count -= 1
     return count
 

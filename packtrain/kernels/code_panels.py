@@ -56,10 +56,10 @@ class Tile:
         self.builder = ir.IRBuilder(self.function.append_basic_block())
         self.emit(*self.function.args)
 
-    def emit(self, x, along, panel, count, y, keep, down, rows, left):
+    def emit(self, x, row_stride, panel, count, y, keep, down, rows, left):
         """y = x @ panel + keep * y for the first of HIGH rows and the first columns.
 
-        along, down  bytes of rows of x and y
+        row_stride, down  bytes of rows of x and y
         count        chunks
         """
         b, form = self.builder, self.form
@@ -67,19 +67,21 @@ class Tile:
         self.sums = {cell: cgutils.alloca_once_value(b, zero) for cell in self.cells}
         last = b.sub(rows, I64(1))
         at = [b.select(b.icmp_signed("<", I64(r), last), I64(r), last) for r in range(HIGH)]
-        at = [b.add(x, b.mul(along, r)) for r in at]
+        at = [b.add(x, b.mul(row_stride, r)) for r in at]
         vector = VECTOR_NBYTES * self.wide
         with cgutils.for_range(b, count, intp=I64) as chunk:
-            here = b.mul(chunk.index, I64(line(form.width, 1)))
-            lines = [b.add(r, here) for r in at]
+            chunk_offset = b.mul(chunk.index, I64(line(form.width, 1)))
+            lines = [b.add(r, chunk_offset) for r in at]
             codes = b.add(panel, b.mul(chunk.index, I64(vector * LANES * (self.vectors + 1))))
             scales = b.add(codes, I64(vector * LANES * self.vectors))
             with cgutils.for_range(b, I64(self.groups), intp=I64) as group:
                 by_four, by_vector = (b.mul(group.index, I64(n)) for n in (4, vector))
                 into = b.mul(by_four, I64(self.lanes))
-                given = [b.add(r, into) for r in lines]
+                group_rows = [b.add(r, into) for r in lines]
                 self.group(
-                    given, b.add(codes, b.mul(by_vector, I64(self.lanes))), b.add(scales, by_vector)
+                    group_rows,
+                    b.add(codes, b.mul(by_vector, I64(self.lanes))),
+                    b.add(scales, by_vector),
                 )
                 if form.offsets:
                     self.offsets([b.add(r, by_four) for r in lines], b.add(scales, by_vector))
@@ -93,25 +95,27 @@ class Tile:
     def group(self, x, codes, scales):
         """Add what the columns give with a group of each row."""
         b, width = self.builder, self.form.width
-        found = {}
+        group_sums = {}
         for r, at in enumerate(x):
             start = ir.Constant(BITS, [0] * LANES)
             if not self.form.offsets and not self.by_sign:
                 start = self.many(I32, at, width + 2 * MORE)
-            found |= {(r, v): start for v in range(self.wide)}
+            group_sums |= {(r, v): start for v in range(self.wide)}
         for i, lane in product(range(self.vectors), range(self.lanes)):
             columns = [self.vector(CODES, codes, LANES * i + lane, v) for v in range(self.wide)]
             for r, at in enumerate(x):
                 integers = b.bitcast(self.many(I32, at, CODES.count * i + 4 * lane), CODES)
                 for v, column in enumerate(columns):
-                    given = b, column, integers, found[r, v]
+                    dot_args = b, column, integers, group_sums[r, v]
                     signed = self.by_sign
-                    found[r, v] = (
-                        by_fours_signed(*given) if signed else by_fours(*given, self.form.signed)
+                    group_sums[r, v] = (
+                        by_fours_signed(*dot_args)
+                        if signed
+                        else by_fours(*dot_args, self.form.signed)
                     )
         by = [self.vector(VECTOR, scales, 0, v) for v in range(self.wide)]
         steps = [self.many(F32, at, width) for at in x]
-        for (r, v), sums in found.items():
+        for (r, v), sums in group_sums.items():
             self.add((r, v), b.sitofp(sums, VECTOR), b.fmul(by[v], steps[r]))
 
     def offsets(self, x, scales):
@@ -140,22 +144,22 @@ def tiles(codes):
     """An intrinsic (wide, kind, x, along, panel, count, y, keep, down, rows, left), of a literal: see Tile.emit."""
 
     def codegen(context, builder, sig, args):
-        _, kind, *given = args
+        _, kind, *tile_args = args
         end = builder.append_basic_block("done")
-        switch, made = builder.switch(kind, end), {}
+        switch, form_blocks = builder.switch(kind, end), {}
         for dtype in codes:
             form = form_of(dtype)
-            if form not in made:
-                made[form] = builder.append_basic_block("form")
-                builder.position_at_end(made[form])
+            if form not in form_blocks:
+                form_blocks[form] = builder.append_basic_block("form")
+                builder.position_at_end(form_blocks[form])
                 tile = Tile(builder.module, form, sig.args[0].literal_value)
-                builder.call(tile.function, given)
+                builder.call(tile.function, tile_args)
                 builder.branch(end)
-            switch.add_case(I64(dtype.number), made[form])
+            switch.add_case(I64(dtype.number), form_blocks[form])
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    def typed(typingctx, wide, kind, x, along, panel, count, y, keep, down, rows, left):
+    def typed(typingctx, wide, kind, x, row_stride, panel, count, y, keep, down, rows, left):
         return void(wide, *[i64] * 6, f32, *[i64] * 3), codegen
 
     return intrinsic(prefer_literal=True)(typed)
@@ -173,10 +177,10 @@ def lines(codes, scales):
             switch.add_case(I64(dtype.number), case)
             builder.position_at_end(case)
             for at in range(0, width_of(dtype), CODES.count):
-                given = w, I64(at // CODES.count)
-                put(builder, called(context, builder, codes[dtype], CODES_FORM, *given), y, at)
-            some = called(context, builder, scales[dtype], SCALES_FORM, w)
-            put(builder, some, y, width_of(dtype))
+                code_args = w, I64(at // CODES.count)
+                put(builder, called(context, builder, codes[dtype], CODES_FORM, *code_args), y, at)
+            scale_values = called(context, builder, scales[dtype], SCALES_FORM, w)
+            put(builder, scale_values, y, width_of(dtype))
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()

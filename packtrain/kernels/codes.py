@@ -47,8 +47,8 @@ def put_rounded(y, x, inverse):
     """16 values times `inverse`, rounded to nearest, ties away from zero."""
     v = load(x, 0) * inverse
     size = absolute(v)
-    whole = floor(size)
-    put_bytes(y, 0, to_bits(simd.copysign(whole + floor((size - whole) * 2.0), v)))
+    floor_size = floor(size)
+    put_bytes(y, 0, to_bits(simd.copysign(floor_size + floor((size - floor_size) * 2.0), v)))
 
 
 @part(f32x16(f32x16, f32, f32))
@@ -115,8 +115,8 @@ def extreme(x, n):
     high, low = largest(maximum(a, b)), largest(maximum(neg(a), neg(b)))
     if high != low:
         return high if high > low else -low
-    found = simd.peek(x, 0)
+    furthest = simd.peek(x, 0)
     for i in range(1, n):
-        if abs(simd.peek(x, i)) > abs(found):
-            found = simd.peek(x, i)
-    return found
+        if abs(simd.peek(x, i)) > abs(furthest):
+            furthest = simd.peek(x, i)
+    return furthest

@@ -92,8 +92,8 @@ def strip(y, x, w, channels, filters, windows, start, sizes):
             simd.store(panel, at, simd.splat(0.0))
         keep = f32(1.0) if first else f32(0.0)
         left, target = min(i64(PANEL), windows - start), address(y, start)
-        given = filters, left, address(w, first), size, panel, depth
-        times_block(0, *given, keep, target, windows, 0)
+        product_args = filters, left, address(w, first), size, panel, depth
+        times_block(0, *product_args, keep, target, windows, 0)
 
 
 @kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
@@ -128,11 +128,11 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
     for start in range(0, windows, PANEL):
         left = min(i64(PANEL), windows - start)
         for f in range(0, filters, DEEP):
-            many = min(i64(DEEP), filters - f)
-            pack_b(panel, address(dy, f * windows + start), 0, windows, many, left, 0)
+            num_filters = min(i64(DEEP), filters - f)
+            pack_b(panel, address(dy, f * windows + start), 0, windows, num_filters, left, 0)
             keep = f32(1.0) if f else f32(0.0)
-            given = depth, left, address(w, f * size + first), size, panel, many
-            times_block(1, *given, keep, columns, PANEL, 0)
+            product_args = depth, left, address(w, f * size + first), size, panel, num_filters
+            times_block(1, *product_args, keep, columns, PANEL, 0)
         lay(True, columns, PANEL, dx, first, depth, start, sizes)
 
 
@@ -140,12 +140,12 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
 def groups(dx, dy, w, channels, filters, sizes, start, stop):
     """Gradients of groups of channels, so many that their part of a window fits a panel; a larger one goes in parts."""
     area, window = i64(sizes[0]) * sizes[1], i64(sizes[2]) * sizes[3]
-    many = max(1, DEEP // window)
-    count = -(-channels // many)
+    channels_per_group = max(1, DEEP // window)
+    count = -(-channels // channels_per_group)
     for number in range(start, stop):
-        picture, channel = number // count, number % count * many
+        picture, channel = number // count, number % count * channels_per_group
         target = address(dx, picture * channels * area)
-        last = min(channel + many, channels)
+        last = min(channel + channels_per_group, channels)
         for at in range(channel * area, last * area):
             poke(target, at, f32(0.0))
         source = address(dy, picture * filters * sizes[4] * sizes[5])
@@ -163,11 +163,11 @@ def conv_back(dx, dy, w, pictures, channels, filters, sizes):
     dx  (N C H W,)     f32
     """
     window = i64(sizes[2]) * sizes[3]
-    many = max(1, DEEP // window)
-    count = -(-channels // many)
-    work = min(many, channels) * window * filters * sizes[4] * sizes[5]
-    given = (dx, dy, w, channels, filters, sizes)
-    spans(groups, given, pictures * count, TASK // max(1, work))
+    channels_per_group = max(1, DEEP // window)
+    count = -(-channels // channels_per_group)
+    work = min(channels_per_group, channels) * window * filters * sizes[4] * sizes[5]
+    task_args = (dx, dy, w, channels, filters, sizes)
+    spans(groups, task_args, pictures * count, TASK // max(1, work))
 
 
 @kernel(void(out1, in1, in1, i64, i64, i64, i64, ids1, i64))
@@ -176,9 +176,9 @@ def share(partial, dy, x, pictures, channels, filters, shares, sizes, number):
     columns = scratch(STACK)
     windows, size = i64(sizes[4]) * sizes[5], channels * sizes[2] * sizes[3]
     portion, f = number % shares, number // shares * FILTERS
-    many = min(i64(FILTERS), filters - f)
+    num_filters = min(i64(FILTERS), filters - f)
     target = address(partial, (portion * filters + f) * size)
-    for at in range(many * size):
+    for at in range(num_filters * size):
         poke(target, at, f32(0.0))
     for picture in range(pictures * portion // shares, pictures * (portion + 1) // shares):
         image = address(x, picture * channels * sizes[0] * sizes[1])
@@ -189,7 +189,7 @@ def share(partial, dy, x, pictures, channels, filters, shares, sizes, number):
                 wide = min(i64(PANEL), size - first)
                 lay(False, columns, SIDE, image, first, wide, start, sizes)
                 sgemm(
-                    *(0, 1, many, wide, count, source, windows, columns, SIDE),
+                    *(0, 1, num_filters, wide, count, source, windows, columns, SIDE),
                     *(ONE, address(target, first), size, 0),
                 )
 
@@ -214,6 +214,6 @@ def conv_back_w(dw, partial, dy, x, pictures, channels, filters, sizes):
     partial  (shares O C KH KW,)    f32 workspace: sums over shares of the pictures
     """
     shares = partial.size // dw.size
-    given = (partial, dy, x, pictures, channels, filters, shares, sizes)
-    each(share, given, shares * -(-filters // FILTERS))
+    task_args = (partial, dy, x, pictures, channels, filters, shares, sizes)
+    each(share, task_args, shares * -(-filters // FILTERS))
     spans(add_shares, (dw, partial, shares), dw.size, BLOCK)

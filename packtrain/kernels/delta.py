@@ -48,14 +48,14 @@ def advance(y, s, v, q, k, decay, beta, eps, p, n):
     """One head and token: addresses of y and v (p,), of the state s (p, n), of q and k (n,)."""
     of_q, of_k = inverse(q, n, eps) / f32(math.sqrt(f64(n))), inverse(k, n, eps)
     for i in range(p):
-        row, found = address(s, i * n), splat(0.0)
+        row, dot_sums = address(s, i * n), splat(0.0)
         by = splat(beta * of_k * error(row, k, of_k, peek(v, i), decay, beta, n))
         for j in range(0, n, LANES):
             left = n - j
             new = simd.fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
             simd.store_part(row, j, new, left)
-            found = simd.fma(new, load_part(q, j, left), found)
-        simd.poke(y, i, of_q * simd.total(found))
+            dot_sums = simd.fma(new, load_part(q, j, left), dot_sums)
+        simd.poke(y, i, of_q * simd.total(dot_sums))
 
 
 @kernel(void(out2, out3, in2, in2, in2, ids1, i64, i64, i64, f32, i64))
@@ -94,7 +94,7 @@ def forth(state, errors, dq, dy, v, q, k, of_q, of_k, decay, beta, p, n):
     """Advance the state; errors (p,), dq (n,) += of the query's direction. Returns dy y."""
     score, scale = f64(0.0), f32(1.0 / math.sqrt(f64(n)))
     for i in range(p):
-        row, found, slope = address(state, i * n), splat(0.0), splat(scale * peek(dy, i))
+        row, dot_sums, slope = address(state, i * n), splat(0.0), splat(scale * peek(dy, i))
         wrong = error(row, k, of_k, peek(v, i), decay, beta, n)
         simd.poke(errors, i, wrong)
         by = splat(beta * of_k * wrong)
@@ -103,8 +103,8 @@ def forth(state, errors, dq, dy, v, q, k, of_q, of_k, decay, beta, p, n):
             new = simd.fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
             simd.store_part(row, j, new, left)
             simd.store_part(dq, j, simd.fma(new, slope, load_part(dq, j, left)), left)
-            found = simd.fma(new, load_part(q, j, left), found)
-        score += f64(scale * of_q * simd.total(found)) * f64(peek(dy, i))
+            dot_sums = simd.fma(new, load_part(q, j, left), dot_sums)
+        score += f64(scale * of_q * simd.total(dot_sums)) * f64(peek(dy, i))
     return score
 
 
@@ -116,20 +116,20 @@ def back(slope, missing, dk, errors, dy, q, k, of_q, of_k, decay, beta, p, n):
     """
     scale = of_q / f32(math.sqrt(f64(n)))
     for i in range(p):
-        row, found, by = address(slope, i * n), splat(0.0), splat(scale * peek(dy, i))
+        row, dot_sums, by = address(slope, i * n), splat(0.0), splat(scale * peek(dy, i))
         for j in range(0, n, LANES):
             left = n - j
             new = simd.fma(load_part(q, j, left), by, load_part(row, j, left))
             simd.store_part(row, j, new, left)
-            found = simd.fma(new, load_part(k, j, left), found)
-        of_sum = of_k * simd.total(found)
+            dot_sums = simd.fma(new, load_part(k, j, left), dot_sums)
+        of_sum = of_k * simd.total(dot_sums)
         simd.poke(missing, i, of_sum)
-        added, less = splat(beta * peek(errors, i)), splat(-beta * of_sum * of_k)
+        added, key_factor = splat(beta * peek(errors, i)), splat(-beta * of_sum * of_k)
         for j in range(0, n, LANES):
             left = n - j
             new = load_part(row, j, left)
             simd.store_part(dk, j, simd.fma(new, added, load_part(dk, j, left)), left)
-            new = simd.fma(less, load_part(k, j, left), new)
+            new = simd.fma(key_factor, load_part(k, j, left), new)
             simd.store_part(row, j, new * splat(decay), left)
 
 
@@ -155,8 +155,8 @@ def earlier(dk, missing, state, x, decay, beta, seq, t, time, key, of_k, errors,
 @part(void(i64, i64, f32, i64))
 def through_length(dx, x, by, n):
     """dx (n,), of x times `by`, 1 over its length, becomes that of x."""
-    along = f32(dot(dx, x, n) * f64(by) * f64(by))
-    add_scaled(dx, x, -along, n)
+    projection = f32(dot(dx, x, n) * f64(by) * f64(by))
+    add_scaled(dx, x, -projection, n)
     for j in range(0, n, LANES):
         simd.store_part(dx, j, load_part(dx, j, n - j) * splat(by), n - j)
 
@@ -209,15 +209,20 @@ def backward(
     dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq, time, line, query, key, value, h, p, n
 ):  # fmt: skip
     """The gradients of keys, values, decays and betas; of the decay it is that of the state times the state."""
-    heads, wide, size, first, kept = beta.shape[1], x.shape[1], p * n, line * time, f64(0.0)
+    heads, wide, size, first, decay_slope = beta.shape[1], x.shape[1], p * n, line * time, f64(0.0)
     slope, missing = address(states, -(-time // CHUNK) * size), address(errors, time * p)
     fill(slope, size, f32(0.0))
     for t in range(time - 1, -1, -1):
         token, at = first + t, address(x, (first + t) * wide)
-        dk, own, by = address(dx, token * wide + key), address(errors, t * p), beta[token, h]
+        dk, token_errors, by = (
+            address(dx, token * wide + key),
+            address(errors, t * p),
+            beta[token, h],
+        )
         fresh, before = begins(seq, token, time), address(states, t // CHUNK * size)
         back(
-            slope, missing, dk, own, address(dy, (token * heads + h) * p), address(at, query), address(at, key),
+            slope, missing, dk, token_errors, address(dy, (token * heads + h) * p), address(at, query),
+            address(at, key),
             peek(along, t), peek(along, time + t), f32(0.0) if fresh else factor(decay[token, h]), by, p, n,
         )  # fmt: skip
         if not fresh:
@@ -225,11 +230,11 @@ def backward(
             earlier(
                 dk, missing, before, x, decay, beta, seq, token, time, key, of_k, errors, h, p, n
             )
-        kept += peek(along, 2 * time + t) - by * dot(missing, address(at, value), p)
+        decay_slope += peek(along, 2 * time + t) - by * dot(missing, address(at, value), p)
         if t % CHUNK == 0:
-            kept = dot(slope, before, size)
-        kept = f64(0.0) if fresh else kept
-        ddecay[token, h], dbeta[token, h] = f32(kept), f32(dot(missing, own, p))
+            decay_slope = dot(slope, before, size)
+        decay_slope = f64(0.0) if fresh else decay_slope
+        ddecay[token, h], dbeta[token, h] = f32(decay_slope), f32(dot(missing, token_errors, p))
         to = address(dx, token * wide + value)
         for i in range(p):
             simd.poke(to, i, by * peek(missing, i))
@@ -246,9 +251,9 @@ def of_group(
     state, wrong = address(states, number * slots * p * n), address(errors, number * (time + 1) * p)
     rest = address(along, number * 3 * time)
     for t in range(time):
-        for which, at in enumerate((query, key)):
+        for slot, at in enumerate((query, key)):
             simd.poke(
-                rest, which * time + t, inverse(address(x, (line * time + t) * wide + at), n, eps)
+                rest, slot * time + t, inverse(address(x, (line * time + t) * wide + at), n, eps)
             )
             fill(address(dx, (line * time + t) * wide + at), n, f32(0.0))
     for h in range(heads):
@@ -261,9 +266,9 @@ def of_group(
                 dx, ddecay, dbeta, state, wrong, rest, dy, x, decay, beta, seq, time, line, query, key, v, h, p, n
             )  # fmt: skip
     for t in range(time):
-        for which, at in enumerate((query, key)):
+        for slot, at in enumerate((query, key)):
             place = (line * time + t) * wide + at
-            through_length(address(dx, place), address(x, place), peek(rest, which * time + t), n)
+            through_length(address(dx, place), address(x, place), peek(rest, slot * time + t), n)
 
 
 @kernel(void(out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ids1, i64, i64, i64, f32))
@@ -304,5 +309,5 @@ def head_cells(y, states, x, decay, beta, line, source, target, groups, tiled, e
 @kernel(void(out2, out4, in2, in2, in2, ids1, ids1, ids1, i64, i64, f32))
 def delta_cells(y, states, x, decay, beta, line, source, target, groups, tiled, eps):
     """As delta, of tokens of several sequences in turn, from states that are kept; see scan_cells."""
-    given = (y, states, x, decay, beta, line, source, target, groups, tiled, eps)
-    each(head_cells, given, states.shape[1])
+    task_args = (y, states, x, decay, beta, line, source, target, groups, tiled, eps)
+    each(head_cells, task_args, states.shape[1])

@@ -53,14 +53,14 @@ def line(width, planes):
     return width * planes + 3 * MORE
 
 
-def called(context, builder, code, form, *given):
+def called(context, builder, code, form, *call_args):
     """What a part gives; it raises nothing."""
     settle(code)
-    (found,) = code.overloads.values()
-    context.add_linking_libs((found.library,))
-    function = context.declare_function(builder.module, found.fndesc)
+    (overload,) = code.overloads.values()
+    context.add_linking_libs((overload.library,))
+    function = context.declare_function(builder.module, overload.fndesc)
     _, result = context.call_conv.call_function(
-        builder, function, form.return_type, form.args, given
+        builder, function, form.return_type, form.args, call_args
     )
     return result
 
@@ -84,10 +84,10 @@ class Tile:
         self.builder = ir.IRBuilder(self.function.append_basic_block())
         self.emit(*self.function.args)
 
-    def emit(self, x, along, w, stride, count, left, y, down, rows, add):
+    def emit(self, x, row_stride, w, stride, count, left, y, down, rows, add):
         """y[i, j] (+)= x[i] w[j] for m rows of x and up to r of w.
 
-        along, stride, down  bytes of rows of x, w and y
+        row_stride, stride, down  bytes of rows of x, w and y
         count, left          chunks of a row of w, and bytes after them
         """
         b = self.builder
@@ -97,11 +97,11 @@ class Tile:
         at = [self.least(b, I64(j), last) for j in range(self.r)]
         at = [b.add(w, b.mul(stride, j)) for j in at]
         ahead = b.add(b.add(w, b.mul(stride, I64(self.r))), I64(AHEAD))
-        self.chunks(x, along, at, ahead, count)
+        self.chunks(x, row_stride, at, ahead, count)
         if not self.alone:
             with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
                 rest = self.rests(at, count, left)
-                self.chunks(b.add(x, b.mul(count, I64(self.line))), along, rest, ahead, I64(1))
+                self.chunks(b.add(x, b.mul(count, I64(self.line))), row_stride, rest, ahead, I64(1))
         totals = folded(b, [b.load(s) for s in self.sums], lambda b, v, w: b.fadd(v, w))
         room = b.ptrtoint(cgutils.alloca_once_value(b, totals), I64)
         for j in range(self.r):
@@ -118,8 +118,8 @@ class Tile:
 
     def finish(self, total, to, add):
         b = self.builder
-        more = b.fadd(octets.read(b, F32, to), total)
-        octets.put(b, b.select(b.icmp_signed("!=", add, I64(0)), more, total), to)
+        added_total = b.fadd(octets.read(b, F32, to), total)
+        octets.put(b, b.select(b.icmp_signed("!=", add, I64(0)), added_total, total), to)
 
     def rests(self, at, count, left):
         """Addresses of what is left of rows after whole chunks, with zeros behind it."""
@@ -128,31 +128,31 @@ class Tile:
             room = b.alloca(ir.ArrayType(ir.ArrayType(CODES.element, self.nbytes), self.r))
         first = b.ptrtoint(room, I64)
         rests = [b.add(first, I64(j * self.nbytes)) for j in range(self.r)]
-        whole = b.mul(count, I64(self.nbytes))
+        full_nbytes = b.mul(count, I64(self.nbytes))
         octets.put(b, ir.Constant(room.type.pointee, None), first)
         for source, rest in zip(at, rests, strict=True):
             with cgutils.for_range(b, left, intp=I64) as loop:
-                byte = octets.read(b, CODES.element, b.add(source, whole), loop.index)
+                byte = octets.read(b, CODES.element, b.add(source, full_nbytes), loop.index)
                 octets.put(b, byte, b.add(rest, loop.index))
         return rests
 
-    def chunks(self, x, along, at, ahead, count):
+    def chunks(self, x, row_stride, at, ahead, count):
         """Add what so many chunks of rows give."""
         b = self.builder
         with cgutils.for_range(b, count, intp=I64) as loop:
             through = b.mul(loop.index, I64(self.nbytes))
             self.prefetch(b.add(ahead, b.mul(loop.index, I64(self.nbytes * self.r))))
             first = b.add(x, b.mul(loop.index, I64(self.line)))
-            here = [b.add(first, b.mul(along, I64(i))) for i in range(self.m)]
-            self.chunk(here, [b.add(j, through) for j in at])
+            chunk_rows = [b.add(first, b.mul(row_stride, I64(i))) for i in range(self.m)]
+            self.chunk(chunk_rows, [b.add(j, through) for j in at])
 
     def chunk(self, x, w):
         """Add what a chunk of rows at w gives with rows at x."""
         b = self.builder
         scales = [self.called("scales", SCALES_FORM, j) for j in w]
         by = [octets.shuffled(b, s, [lane // self.lanes for lane in range(LANES)]) for s in scales]
-        some = range(self.width // CODES.count)
-        codes = [[self.called("codes", CODES_FORM, j, I64(i)) for j in w] for i in some]
+        code_vectors = range(self.width // CODES.count)
+        codes = [[self.called("codes", CODES_FORM, j, I64(i)) for j in w] for i in code_vectors]
         for i, at in enumerate(x):
             places = self.sums[i * self.r : (i + 1) * self.r]
             step = octets.read(b, VECTOR, at, self.steps)
@@ -184,21 +184,23 @@ class Tile:
         b = self.builder
         # integers of more planes may be -128
         by_sign = BY_SIGN and self.signed and len(self.planes) == 1
-        found = [ir.Constant(BITS, [0] * LANES)] * self.r
+        plane_sums = [ir.Constant(BITS, [0] * LANES)] * self.r
         for p in planes:
             if p != planes[0]:
-                found = [b.shl(v, ir.Constant(BITS, [8] * LANES)) for v in found]
+                plane_sums = [b.shl(v, ir.Constant(BITS, [8] * LANES)) for v in plane_sums]
             if p == planes[-1] and self.less and not by_sign:
-                more = octets.read(b, BITS, at, rest)
-                found = [b.add(v, more) for v in found]
-            for i, some in enumerate(codes):
+                correction = octets.read(b, BITS, at, rest)
+                plane_sums = [b.add(v, correction) for v in plane_sums]
+            for i, row_codes in enumerate(codes):
                 integers = octets.read(b, CODES, at, self.width * p + CODES.count * i)
-                for j, one in enumerate(some):
+                for j, code in enumerate(row_codes):
                     if by_sign:
-                        found[j] = octets.by_fours_signed(b, one, integers, found[j])
+                        plane_sums[j] = octets.by_fours_signed(b, code, integers, plane_sums[j])
                     else:
-                        found[j] = octets.by_fours(b, one, integers, found[j], self.signed)
-        return found
+                        plane_sums[j] = octets.by_fours(
+                            b, code, integers, plane_sums[j], self.signed
+                        )
+        return plane_sums
 
     def to_floats(self, v):
         return self.builder.sitofp(v, VECTOR)
@@ -209,8 +211,8 @@ class Tile:
     def least(self, b, v, w):
         return b.select(b.icmp_signed("<", v, w), v, w)
 
-    def called(self, role, form, *given):
-        return called(self.context, self.builder, self.code[role], form, *given)
+    def called(self, role, form, *call_args):
+        return called(self.context, self.builder, self.code[role], form, *call_args)
 
 
 def tiles(codes, scales):
@@ -229,9 +231,9 @@ def tiles(codes, scales):
             tile = Tile(context, builder.module, dtype, code, sig.args[0].literal_value, planes)
             size, nbytes = I64(width_of(dtype)), I64(dtype.block_nbytes)
             left = builder.mul(builder.udiv(builder.urem(k, size), I64(dtype.block)), nbytes)
-            along = builder.mul(lines, I64(line(VALUES, planes)))
-            given = x, along, w, stride, builder.udiv(k, size), left, y, down, rows, add
-            builder.call(tile.function, given)
+            row_stride = builder.mul(lines, I64(line(VALUES, planes)))
+            tile_args = x, row_stride, w, stride, builder.udiv(k, size), left, y, down, rows, add
+            builder.call(tile.function, tile_args)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()

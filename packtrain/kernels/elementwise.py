@@ -147,10 +147,10 @@ def binary_rows(code, y, a, b):
 
 @kernel(void(i64, out1, in1, f32, i64, i64))
 def scalar_span(code, y, a, b, start, stop):
-    many = simd.splat(b)
+    b_lanes = simd.splat(b)
     for i in range(start, stop, LANES):
         left = stop - i
-        simd.store_part(y, i, two(code, load_part(a, i, left), many), left)
+        simd.store_part(y, i, two(code, load_part(a, i, left), b_lanes), left)
 
 
 @kernel(void(i64, out1, in1, in1))
@@ -316,8 +316,8 @@ def dropout_span(y, x, key, p, start, stop):
     factor = simd.splat(f32(1.0) / (f32(1.0) - p))
     for i in range(start, stop, LANES):
         left = stop - i
-        kept = simd.select_less(uniform(key, i), p, 0.0, factor)
-        simd.store_part(y, i, load_part(x, i, left) * kept, left)
+        keep_factor = simd.select_less(uniform(key, i), p, 0.0, factor)
+        simd.store_part(y, i, load_part(x, i, left) * keep_factor, left)
 
 
 @kernel(void(out1, in1, i64, i64, i64, f32))

@@ -103,12 +103,12 @@ def matmul_id_task(y, x, w, ids, accumulate, task):
     """WIDE columns of the rows of one expert."""
     e, j = task % w.shape[0], task // w.shape[0] * WIDE
     start, stop = first_of(ids, e), first_of(ids, e + 1)
-    turned = w[e].T
-    if 0 < stop - start <= FEW_ROWS and layout(turned)[0] == 1:
+    transposed = w[e].T
+    if 0 < stop - start <= FEW_ROWS and layout(transposed)[0] == 1:
         end = min(j + WIDE, y.shape[1])
-        dot_rows(y[start:stop], x[start:stop], turned, accumulate, j, end)
+        dot_rows(y[start:stop], x[start:stop], transposed, accumulate, j, end)
     else:
-        block(y[start:stop], x[start:stop], turned, accumulate, 0, 0, stop - start, j, WIDE)
+        block(y[start:stop], x[start:stop], transposed, accumulate, 0, 0, stop - start, j, WIDE)
 
 
 @kernel(void(out2, in2, any_in3, ids1, types.boolean))
@@ -163,8 +163,8 @@ def packed_matmul_id_back_task(dx, dy, step, kind, w, experts, ids, accumulate, 
 def packed_matmul_id_back(dx, dy, unit, kind, w, experts, ids, accumulate):
     """dx[i] = dy[i] @ w[ids[i]], or dx + that; w (E * F, row bytes) quantized in blocks of `unit` columns."""
     step = max(unit, WIDE)
-    given = (dx, dy, step, kind, w, experts, ids, accumulate)
-    each(packed_matmul_id_back_task, given, -(-dx.shape[1] // step) * experts)
+    task_args = (dx, dy, step, kind, w, experts, ids, accumulate)
+    each(packed_matmul_id_back_task, task_args, -(-dx.shape[1] // step) * experts)
 
 
 @kernel(void(out3, in2, in2, ids1, types.boolean, i64))

@@ -51,9 +51,9 @@ def emit_turn(builder, layout, width, left, right, sums):
     for r in range(ROWS):
         spot = builder.add(left, I64(ALONG[layout] * r))
         spot = builder.inttoptr(spot, F32.as_pointer())
-        many = simd.spread(builder, builder.load(spot), VECTOR)
+        a_lanes = simd.spread(builder, builder.load(spot), VECTOR)
         for w, column in enumerate(columns):
-            now.append(emit_add(builder, layout == PAIRED, many, column, sums[r * width + w]))
+            now.append(emit_add(builder, layout == PAIRED, a_lanes, column, sums[r * width + w]))
     return now
 
 
@@ -97,8 +97,8 @@ def emit_write(builder, value, beta, c, left):
                 start = builder.block
             with old:
                 was = simd.read(builder, pointer, mask)
-                many = simd.spread(builder, beta, VECTOR)
-                mixed = simd.call(builder, "llvm.fma.v16f32", VECTOR, was, many, value)
+                beta_lanes = simd.spread(builder, beta, VECTOR)
+                mixed = simd.call(builder, "llvm.fma.v16f32", VECTOR, was, beta_lanes, value)
                 end = builder.block
         result = builder.phi(VECTOR)
         result.add_incoming(value, start)
@@ -111,9 +111,9 @@ def emit_write(builder, value, beta, c, left):
         written(simd.first_lanes(builder, left))
 
 
-def emit_tile(builder, layout, width, given):
+def emit_tile(builder, layout, width, tile_args):
     """See tile; here layout and width are constants."""
-    a, panel, depth, ahead, beta, c, ldc, rows, left = given
+    a, panel, depth, ahead, beta, c, ldc, rows, left = tile_args
     cells = [(r, w) for r in range(ROWS) for w in range(width)]
 
     def place(r, w):
@@ -139,14 +139,14 @@ def tile(typingctx, width, layout, a, panel, depth, ahead, beta, c, ldc, rows, l
         return None
 
     def codegen(context, builder, sig, args):
-        _, layout, *given = args
+        _, layout, *tile_args = args
         if OTHER is None:
-            emit_tile(builder, panels.IN_GROUPS, width.literal_value, given)
+            emit_tile(builder, panels.IN_GROUPS, width.literal_value, tile_args)
             return context.get_dummy_value()
         with builder.if_else(builder.icmp_signed("==", layout, I64(OTHER))) as branches:
-            for branch, which in zip(branches, (OTHER, panels.IN_GROUPS), strict=True):
+            for branch, branch_layout in zip(branches, (OTHER, panels.IN_GROUPS), strict=True):
                 with branch:
-                    emit_tile(builder, which, width.literal_value, given)
+                    emit_tile(builder, branch_layout, width.literal_value, tile_args)
         return context.get_dummy_value()
 
     sig = types.void(width, i64, i64, i64, i64, i64, f32, i64, i64, i64, i64)

@@ -102,23 +102,23 @@ def add_row(tops, sums, at, logits, size, cap):
     if cap > 0:
         squash(logits, size, cap)
     top = before if before > new or math.isnan(before) else new
-    most = capped(top, cap)
-    sum = logit_kernels.sum_of_exp(logits, size, most)
+    max_logit = capped(top, cap)
+    sum = logit_kernels.sum_of_exp(logits, size, max_logit)
     if cap > 0 or abs(before) != INFINITY:
-        sum += peek(sums, at) * largest(simd.exp(splat(capped(before, cap) - most)))
+        sum += peek(sums, at) * largest(simd.exp(splat(capped(before, cap) - max_logit)))
     poke(tops, at, top)
     poke(sums, at, sum)
 
 
 @kernel(void(a2, a3, i64, i1, asked_rows, i64))
-def scan(found, panels, C, targets, asked, number):
+def scan(part_stats, panels, C, targets, head_args, number):
     """Of a part of the vocabulary to found (2 parts + 1, rows): of each row the largest logit, and the sum of
     exp(logit - largest) with the cap; the target's logit without it."""
-    (counted, _, cap, rows, _, kind, w, bias), parts = asked, found.shape[0] // 2
-    chunk = found.shape[1]
+    (counted, _, cap, rows, _, kind, w, bias), parts = head_args, part_stats.shape[0] // 2
+    chunk = part_stats.shape[1]
     block, logits, ld = scratch(HALF_SLICE), scratch(LOGITS), wide(C)
     each_part = -(-w.shape[0] // parts)
-    tops, sums = address(found, number * chunk), address(found, (parts + number) * chunk)
+    tops, sums = address(part_stats, number * chunk), address(part_stats, (parts + number) * chunk)
     for i in range(rows):
         poke(tops, i, -INFINITY)
         poke(sums, i, f32(0.0))
@@ -130,35 +130,43 @@ def scan(found, panels, C, targets, asked, number):
             count = min(rows - first, high_of(ld))
             multiply(logits, ld, panels, first, count, block, start, size, bias)
             for i in range(count):
-                here, at = address(logits, i * ld), first + i
+                row_logits, at = address(logits, i * ld), first + i
                 target = i64(targets[i64(peek(counted, at))]) - start
                 if 0 <= target < size:
-                    found[2 * parts, at] = peek(here, target)
-                add_row(tops, sums, at, here, size, cap)
+                    part_stats[2 * parts, at] = peek(row_logits, target)
+                add_row(tops, sums, at, row_logits, size, cap)
 
 
 @kernel(void(a1, a1, a2, i1, asked_rows, i64))
-def row_loss(losses, right, found, targets, asked, at):
+def row_loss(losses, right, part_stats, targets, head_args, at):
     """The loss of a row, whether its target has the largest logit before the cap, and its log-sum-exp."""
-    counted, lse, cap, parts, sum = asked[0], asked[1], asked[2], found.shape[0] // 2, f32(0.0)
-    row, own, top = i64(peek(counted, at)), found[2 * parts, at], found[0, at]
+    counted, lse, cap, parts, sum = (
+        head_args[0],
+        head_args[1],
+        head_args[2],
+        part_stats.shape[0] // 2,
+        f32(0.0),
+    )
+    row, target_logit, top = i64(peek(counted, at)), part_stats[2 * parts, at], part_stats[0, at]
     for number in range(1, parts):
-        top = top if top > found[number, at] or math.isnan(top) else found[number, at]
+        top = top if top > part_stats[number, at] or math.isnan(top) else part_stats[number, at]
     value = capped(top, cap)
     for number in range(parts if abs(value) != INFINITY else 0):
-        sum += found[parts + number, at] * f32(math.exp(capped(found[number, at], cap) - value))
+        sum += part_stats[parts + number, at] * f32(
+            math.exp(capped(part_stats[number, at], cap) - value)
+        )
     if abs(value) != INFINITY:
         value += f32(math.log(sum))
     poke(lse, at, value)
-    losses[row] = value - capped(own, cap)
+    losses[row] = value - capped(target_logit, cap)
     if right.size:
-        right[row] = f32(own >= top)
+        right[row] = f32(target_logit >= top)
 
 
 @kernel(void(a2, a2, a1, a3, a3, i64, i1, a1, asked_rows, i64))
-def part_back(dx, dw, db, sums, panels, C, targets, weights, asked, number):
+def part_back(dx, dw, db, sums, panels, C, targets, weights, head_args, number):
     """All that follows from one of the parts of the vocabulary: dw, db, and its share of dx."""
-    (counted, lse, cap, rows, after, kind, w, bias), ld = asked, wide(C)
+    (counted, lse, cap, rows, after, kind, w, bias), ld = head_args, wide(C)
     for_logits, for_dx, logits = scratch(HALF_SLICE), scratch(HALF_SLICE), scratch(LOGITS)
     d, padded = scratch(HALF_LOGITS), panels.shape[2]
     each_part, size_x = -(-w.shape[0] // sums.shape[0]), panels.shape[1] * padded
@@ -185,7 +193,7 @@ def part_back(dx, dw, db, sums, panels, C, targets, weights, asked, number):
 
 @kernel(void(a1, a1, a1, a2, a2, a1, a2, a3, a3, a2, i64, packed2, bias1, i1, a1, f32, i64))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, db, found, panels, sums, x, kind, w, bias, targets, weights, cap, half,
+    loss, losses, right, dx, dw, db, part_stats, panels, sums, x, kind, w, bias, targets, weights, cap, half,
 ):  # fmt: skip
     """As in loss.py, in bf16 (half = 1); logits are not kept.
 
@@ -197,15 +205,15 @@ def linear_cross_entropy(
     fill_zero(address(dx, 0), dx.size)
     after, at, parts = 0, 0, sums.shape[0]
     while at < N:
-        rows, at = find_targets(counted, targets, at, min(found.shape[1], MOST_ROWS))
+        rows, at = find_targets(counted, targets, at, min(part_stats.shape[1], MOST_ROWS))
         if rows == 0:
             break
-        asked = counted, lse, cap, rows, after, kind, w, bias
+        head_args = counted, lse, cap, rows, after, kind, w, bias
         each(pack_x, (panels, x, counted, rows), -(-rows // STEPS))
-        each(scan, (found, panels, C, targets, asked), parts)
-        each(row_loss, (losses, right, found, targets, asked), rows)
+        each(scan, (part_stats, panels, C, targets, head_args), parts)
+        each(row_loss, (losses, right, part_stats, targets, head_args), rows)
         if dx.size + dw.size + db.size > 0:
-            back = dx, dw, db, sums, panels, C, targets, weights, asked
+            back = dx, dw, db, sums, panels, C, targets, weights, head_args
             each(part_back, back, parts)
         if dx.size:
             each(add_parts, (dx, sums, parts, counted), rows)

@@ -22,13 +22,13 @@ PRODUCTS = {
 def joined(calls: Sequence[Any]) -> Iterator[tuple[int, int, partial[None]]]:
     """Of calls that one call can do instead: the first, the end, and the one."""
     numbers = range(len(calls))
-    for key, some in groupby(numbers, lambda at: _alike(calls[at])):
-        first, *others = some
-        if key is not None and others:
-            end = first + 1 + len(others)
-            one = _joined([calls[at] for at in range(first, end)])
-            if one is not None:
-                yield first, end, one
+    for key, group in groupby(numbers, lambda at: _alike(calls[at])):
+        first, *following = group
+        if key is not None and following:
+            end = first + 1 + len(following)
+            merged_call = _joined([calls[at] for at in range(first, end)])
+            if merged_call is not None:
+                yield first, end, merged_call
 
 
 def _alike(call: Any) -> tuple[Any, ...] | None:
@@ -37,27 +37,35 @@ def _alike(call: Any) -> tuple[Any, ...] | None:
     if kernel is None or kernel.symbol not in PRODUCTS:
         return None
     module, works = PRODUCTS[kernel.symbol]
-    _, x, kind, _, _, *how = call.args
-    how = how[: len(how) - works]
-    able = module == "rounded" or (how[0] == 0 and ahead.load(module).fused(*x.shape, kind))
-    return (module, *spans(x), x.shape, kind, *how) if able else None
+    _, x, kind, _, _, *options = call.args
+    options = options[: len(options) - works]
+    is_joinable = module == "rounded" or (
+        options[0] == 0 and ahead.load(module).fused(*x.shape, kind)
+    )
+    return (module, *spans(x), x.shape, kind, *options) if is_joinable else None
 
 
 def _joined(calls: Sequence[Any]) -> partial[None] | None:
     """One call for all, unless one writes what another reads."""
     module, works = PRODUCTS[machine.entered[calls[0].func][1].symbol]
     rooms = [calls[-1].args[-1]] if works else []  # of the last: what it reads lives as long
-    _, x, kind, _, _, *how = calls[0].args
+    _, x, kind, _, _, *options = calls[0].args
     weights = {spans(call.args[3]) for call in calls}  # some may be the same, and computed
     ranges = sorted([*weights, *map(spans, [x, *rooms, *(call.args[0] for call in calls)])])
     if any(end > start for (_, end), (start, _) in pairwise(ranges)):
         return None
-    every = [
+    product_rows = [
         (y.ctypes.data, len(w), w.ctypes.data, w.strides[0], add)
         for y, _, _, w, add, *_ in (call.args for call in calls)
     ]
-    given = np.array(every, np.int64), x, kind, *how[: len(how) - works], *rooms
-    return partial(ahead.load(module).products, *given)
+    product_args = (
+        np.array(product_rows, np.int64),
+        x,
+        kind,
+        *options[: len(options) - works],
+        *rooms,
+    )
+    return partial(ahead.load(module).products, *product_args)
 
 
 def spans(x: np.ndarray) -> tuple[int, int]:

@@ -17,10 +17,10 @@ a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
 def highest(row, count):
     """The largest of `count` f32 at an address."""
     top, other = splat(-INFINITY), splat(-INFINITY)
-    whole = count // TWO * TWO
-    for i in range(0, whole, TWO):
+    vector_end = count // TWO * TWO
+    for i in range(0, vector_end, TWO):
         top, other = simd.maximum(load(row, i), top), simd.maximum(load(row, i + LANES), other)
-    for i in range(whole, count, LANES):
+    for i in range(vector_end, count, LANES):
         v = load_part(row, i, count - i)
         top = simd.maximum(simd.keep_first(v, count - i, splat(-INFINITY)), top)
     return simd.largest(simd.maximum(top, other))
@@ -32,12 +32,12 @@ def sum_of_exp(row, count, high):
     if high == -INFINITY:
         return f32(0.0)
     a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-    whole = count // (4 * LANES) * (4 * LANES)
-    for i in range(0, whole, 4 * LANES):
+    vector_end = count // (4 * LANES) * (4 * LANES)
+    for i in range(0, vector_end, 4 * LANES):
         a, b = a + exp(load(row, i) - high), b + exp(load(row, i + LANES) - high)
         i += 2 * LANES
         c, d = c + exp(load(row, i) - high), d + exp(load(row, i + LANES) - high)
-    for i in range(whole, count, LANES):
+    for i in range(vector_end, count, LANES):
         e = exp(load_part(row, i, count - i) - high)
         a = a + simd.keep_first(e, count - i, splat(0.0))
     return simd.total((a + b) + (c + d))
@@ -55,12 +55,12 @@ def log_sum_exp(row, count):
 @kernel(void(i64, i64, i64, f32, f32, f32))
 def probabilities(y, x, count, lse, weight, cap):
     """y = weight * exp(x - lse), `count` f32 at addresses; y may be x. With a cap times the slope of `squash`."""
-    whole = 0 if cap > 0 else count // TWO * TWO
-    for i in range(0, whole, TWO):
+    vector_end = 0 if cap > 0 else count // TWO * TWO
+    for i in range(0, vector_end, TWO):
         a, b = exp(load(x, i) - lse), exp(load(x, i + LANES) - lse)
         simd.store(y, i, a * weight)
         simd.store(y, i + LANES, b * weight)
-    for i in range(whole, count, LANES):
+    for i in range(vector_end, count, LANES):
         v = load_part(x, i, count - i)
         e = exp(v - lse) * weight
         if cap > 0:

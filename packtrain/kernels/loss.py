@@ -148,11 +148,11 @@ def part_back(dx, dw, db, sums, logits, x, kind, w, targets, weights, chunk, wid
 
 
 @kernel(void(a2, a2, i64, i64))
-def move_row(some, every, counted, i):
+def move_row(gathered, every, counted, i):
     """some[i] = every[counted[i]]."""
-    C, row = some.shape[1], i64(peek(counted, i))
+    C, row = gathered.shape[1], i64(peek(counted, i))
     for j in range(0, C, LANES):
-        store_part(some, i * C + j, load_part(every, row * C + j, C - j), C - j)
+        store_part(gathered, i * C + j, load_part(every, row * C + j, C - j), C - j)
 
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64))
@@ -165,7 +165,7 @@ def parts(size, most, least, unit):
 
 @kernel(void(a1, a1, a1, a2, a2, a1, a2, a2, a3, a2, i64, packed2, bias1, i1, a1, f32, i64))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, db, logits, some, sums, x, kind, w, bias, targets, weights, cap, half,
+    loss, losses, right, dx, dw, db, logits, x_rows, sums, x, kind, w, bias, targets, weights, cap, half,
 ):  # fmt: skip
     """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
 
@@ -189,14 +189,14 @@ def linear_cross_entropy(
         rows, at = logit_kernels.find_targets(counted, targets, at, chunk)
         if rows == 0:
             break
-        each(move_row, (some, x, counted), rows)
-        spans(project, (logits, some, kind, w, half, rows), V, width)
+        each(move_row, (x_rows, x, counted), rows)
+        spans(project, (logits, x_rows, kind, w, half, rows), V, width)
         each(row_lse, (losses, right, lse, logits, bias, targets, cap, counted), rows)
         if dx.size + dw.size + db.size > 0:
             wide = slices_in_part(V, width, sums.shape[0]) * width
-            given = dx, dw, db, sums, logits, some, kind, w, targets, weights
-            kept = lse, cap, counted, after, half, rows
-            each(part_back, (*given, kept, width), -(-V // wide))
+            back_arrays = dx, dw, db, sums, logits, x_rows, kind, w, targets, weights
+            row_state = lse, cap, counted, after, half, rows
+            each(part_back, (*back_arrays, row_state, width), -(-V // wide))
         if dx.size:
             each(add_parts, (dx, sums, -(-V // wide), counted), rows)
         after = 1

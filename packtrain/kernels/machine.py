@@ -41,11 +41,11 @@ class Array(NamedTuple):
     layout: str
     written: bool
 
-    def fits(self, given: Any) -> bool:
-        flags = given.flags
+    def fits(self, array: Any) -> bool:
+        flags = array.flags
         return bool(
-            given.dtype.str == self.dtype
-            and given.ndim == self.ndim
+            array.dtype.str == self.dtype
+            and array.ndim == self.ndim
             and (self.layout != "C" or flags.c_contiguous)
             and (flags.writeable or not self.written)
         )
@@ -88,16 +88,16 @@ def plain(value: Any) -> bool:
 
 
 def kernel_of(dispatcher: Any) -> Kernel:
-    (found,) = dispatcher.overloads.values()
-    _, _, (code, _) = found.library.serialize_using_object_code()
-    about = found.fndesc
-    given = tuple(map(given_of, found.signature.args))
+    (overload,) = dispatcher.overloads.values()
+    _, _, (code, _) = overload.library.serialize_using_object_code()
+    about = overload.fndesc
+    arg_types = tuple(map(given_of, overload.signature.args))
     return Kernel(
         dispatcher.outside.mangled_name,
         about.llvm_func_name,
         about.llvm_cpython_wrapper_name,
         about.env_name,
-        given,
+        arg_types,
         code,
     )
 
@@ -110,8 +110,8 @@ def given_of(kind: Any) -> Array | str | None:
     return str(as_dtype(kind).str) if hasattr(kind, "bitwidth") or kind.name == "bool" else None
 
 
-def has_entry(given: Sequence[Any]) -> bool:
-    return None not in given and any(isinstance(kind, Array) for kind in given)
+def has_entry(arg_types: Sequence[Any]) -> bool:
+    return None not in arg_types and any(isinstance(kind, Array) for kind in arg_types)
 
 
 def entries(compiled: Sequence[Any]) -> bytes:
@@ -125,18 +125,18 @@ def entries(compiled: Sequence[Any]) -> bytes:
 
     context, word, module = cpu_target.target_context, ir.IntType(64), ir.Module("entries")
     for dispatcher in compiled:
-        (found,) = dispatcher.overloads.values()
-        if not has_entry([*map(given_of, found.signature.args)]):
+        (overload,) = dispatcher.overloads.values()
+        if not has_entry([*map(given_of, overload.signature.args)]):
             continue
         callee = context.declare_function(module, dispatcher.outside)
         entry = ir.Function(module, ir.FunctionType(word, [word]), ENTRY + callee.name)
         builder = ir.IRBuilder(entry.append_basic_block())
         out = [builder.alloca(arg.type.pointee) for arg in callee.args[:2]]
-        given = list[Any]()
+        call_args = list[Any]()
         for i, arg in enumerate(callee.args[2:]):
             place = builder.add(entry.args[0], word(8 * i))
-            given.append(builder.load(builder.inttoptr(place, arg.type.as_pointer())))
-        status = builder.call(callee, [*out, *given])
+            call_args.append(builder.load(builder.inttoptr(place, arg.type.as_pointer())))
+        status = builder.call(callee, [*out, *call_args])
         bad = builder.icmp_signed("!=", status, status.type(0))
         if out[0].type.pointee == word:
             bad = builder.or_(bad, builder.icmp_signed(">=", builder.load(out[0]), word(0)))
@@ -228,10 +228,10 @@ def with_entries(code: bytes, kernels: Sequence[Kernel]) -> None:
             entered[functions[kernel.symbol]] = address, kernel
 
 
-def words_of(kernel: Kernel, given: Sequence[Any]) -> list[int]:
+def words_of(kernel: Kernel, args: Sequence[Any]) -> list[int]:
     """Arguments as an entry takes them."""
     words = list[int]()
-    for kind, value in zip(kernel.given, given, strict=True):
+    for kind, value in zip(kernel.given, args, strict=True):
         if isinstance(kind, Array):
             # not __array_interface__, see ops.arrays.start_with
             words += 0, 0, value.size, value.itemsize, value.ctypes.data
@@ -245,12 +245,12 @@ def words_of(kernel: Kernel, given: Sequence[Any]) -> list[int]:
 def checked(function: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
     """The function, which then refuses arrays of other types."""
 
-    def call(*given: Any) -> Any:
-        for number, (value, wanted) in enumerate(zip(given, kernel.given, strict=True)):
-            if isinstance(wanted, Array) and not wanted.fits(value):
+    def call(*args: Any) -> Any:
+        for number, (value, expected_type) in enumerate(zip(args, kernel.given, strict=True)):
+            if isinstance(expected_type, Array) and not expected_type.fits(value):
                 raise TypeError(
-                    f"{kernel.symbol}: argument {number} must be {wanted}: {value.dtype} {value.shape}"
+                    f"{kernel.symbol}: argument {number} must be {expected_type}: {value.dtype} {value.shape}"
                 )
-        return function(*given)
+        return function(*args)
 
     return call

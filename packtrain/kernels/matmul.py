@@ -52,14 +52,14 @@ def shares(m, n, count, unit, again, broad):
     Columns are multiples of `unit`, up to `broad` of them a block; packing a value of b takes as long as `again`
     multiply-adds.
     """
-    least, rows, columns = i64(1) << 62, m, n
+    min_work, rows, columns = i64(1) << 62, m, n
     for down in range(1, count + 1):
         if count % down == 0:
             high = -(-m // (down * gemm.ROWS)) * gemm.ROWS
             wide = -(-n // (count // down * unit)) * unit
             work = high * (wide + PACKING * -(-wide // broad)) + again * wide
-            if work < least:
-                least, rows, columns = work, high, wide
+            if work < min_work:
+                min_work, rows, columns = work, high, wide
     return rows, columns
 
 
@@ -133,5 +133,5 @@ def product(y, a, b, accumulate, half):
         return
     rows, columns = shares(m, n, count, LANES, PACKING, gemm.BROADEST if half else gemm.BROAD)
     across = -(-n // columns)
-    given = (y, a, b, accumulate, half, rows, columns, across)
-    each(block_task, given, -(-m // rows) * across)
+    task_args = (y, a, b, accumulate, half, rows, columns, across)
+    each(block_task, task_args, -(-m // rows) * across)

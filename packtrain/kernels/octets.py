@@ -75,8 +75,8 @@ def put(builder, value, address, nbytes=0):
 
 def places(builder, kind, order, address, *nbytes):
     """Words of 4 or 8 bytes, in this order, of 64 bytes at the address and so many bytes after it."""
-    found = [read(builder, kind, address, n) for n in (0, *nbytes)]
-    return builder.bitcast(shuffled(builder, found[0], order, found[-1]), CODES)
+    chunks = [read(builder, kind, address, n) for n in (0, *nbytes)]
+    return builder.bitcast(shuffled(builder, chunks[0], order, chunks[-1]), CODES)
 
 
 def moved_right(builder, codes, counts):
@@ -123,16 +123,16 @@ def bit_by_eight(builder, codes):
 def low_of_sixteen(builder, address):
     """Four bytes of each group of a q6_K block, whose low bits are codes' low four."""
     half = [0, 4, 8, 12] * 2
-    found = places(builder, QUARTERS, [*half, *(16 + n for n in half)], address, 64)
-    return moved_right(builder, found, [0, 0, 0, 0, 4, 4, 4, 4] * 2)
+    code_bytes = places(builder, QUARTERS, [*half, *(16 + n for n in half)], address, 64)
+    return moved_right(builder, code_bytes, [0, 0, 0, 0, 4, 4, 4, 4] * 2)
 
 
 @instruction(codes64, i64)
 def high_of_sixteen(builder, address):
     """Four bytes of each group of a q6_K block, whose bits 4 and 5 are codes' upper ones."""
     half = [0, 4] * 4
-    found = places(builder, QUARTERS, [*half, *(8 + n for n in half)], address)
-    return moved_right(builder, found, [-4, -4, -2, -2, 0, 0, 2, 2] * 2)
+    code_bytes = places(builder, QUARTERS, [*half, *(8 + n for n in half)], address)
+    return moved_right(builder, code_bytes, [-4, -4, -2, -2, 0, 0, 2, 2] * 2)
 
 
 def apart(builder, address, kind, orders):
@@ -168,8 +168,8 @@ arranged_by_4 = arranged(QUARTERS, 1, 4)
 def codes_where(builder, bits, code):
     """A code where a bit is set, elsewhere 0."""
     mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), COUNT))
-    some = spread(builder, builder.trunc(code, I8))
-    return builder.select(mask, some, ir.Constant(CODES, [0] * COUNT))
+    code_lanes = spread(builder, builder.trunc(code, I8))
+    return builder.select(mask, code_lanes, ir.Constant(CODES, [0] * COUNT))
 
 
 @instruction(codes64, codes64, i64, i64)
@@ -184,11 +184,11 @@ def look_up(builder, codes, low, high):
         return by_halves(
             builder, lambda c: call(builder, "llvm.x86.avx2.pshuf.b", half, both, c), codes
         )
-    found = ir.Constant(CODES, ir.Undefined)
+    looked_up = ir.Constant(CODES, ir.Undefined)
     for lane in map(I32, range(COUNT)):
         place = builder.zext(builder.extract_element(codes, lane), I32)
-        found = builder.insert_element(found, builder.extract_element(table, place), lane)
-    return found
+        looked_up = builder.insert_element(looked_up, builder.extract_element(table, place), lane)
+    return looked_up
 
 
 def of_blocks(result):
@@ -209,11 +209,14 @@ def of_blocks(result):
 def words_of_blocks(builder, address, first, nbytes, count):
     """Some words of 2 bytes from each of four blocks, out of their first 64 bytes and the last: one permutation."""
     after = min(COUNT, 4 * nbytes - COUNT)
-    some = [read(builder, SHORTS, address, at) for at in (0, after)]
+    block_words = [read(builder, SHORTS, address, at) for at in (0, after)]
     at = [first // 2 + nbytes // 2 * block + i for block in range(4) for i in range(count)]
     last = SHORTS.count
     return shuffled(
-        builder, some[0], [n if n < last else n - after // 2 + last for n in at], some[1]
+        builder,
+        block_words[0],
+        [n if n < last else n - after // 2 + last for n in at],
+        block_words[1],
     )
 
 
@@ -221,8 +224,8 @@ def words_of_blocks(builder, address, first, nbytes, count):
 def sixteens(builder, address, first, nbytes):
     """Sixteen bytes from each block; nothing beyond them is read."""
     if VNNI and nbytes <= COUNT // 2:
-        found = words_of_blocks(builder, address, first, nbytes, 8)
-        return builder.bitcast(found, CODES)
+        block_words = words_of_blocks(builder, address, first, nbytes, 8)
+        return builder.bitcast(block_words, CODES)
     kind = ir.VectorType(I8, 16)
     a, b, c, d = (read(builder, kind, address, first + nbytes * i) for i in range(4))
     low, high = (shuffled(builder, p, [*range(32)], q) for p, q in ((a, b), (c, d)))
@@ -233,14 +236,14 @@ def sixteens(builder, address, first, nbytes):
 def halves(builder, address, first, nbytes):
     """An f16 of each block in the first lanes; zeros in the others."""
     if VNNI:
-        found = words_of_blocks(builder, address, first, nbytes, 1)
-        values = builder.bitcast(found, ir.VectorType(HALF, 4))
+        block_words = words_of_blocks(builder, address, first, nbytes, 1)
+        values = builder.bitcast(block_words, ir.VectorType(HALF, 4))
     else:
         # through one word: LLVM inserts halves one by one, each waiting for the last use of a register
         four = I64(0)
         for i in range(4):
-            one = read(builder, I16, address, first + nbytes * i)
-            four = builder.or_(four, builder.shl(builder.zext(one, I64), I64(16 * i)))
+            half_word = read(builder, I16, address, first + nbytes * i)
+            four = builder.or_(four, builder.shl(builder.zext(half_word, I64), I64(16 * i)))
         values = builder.bitcast(four, ir.VectorType(HALF, 4))
     values = builder.fpext(values, ir.VectorType(F32, 4))
     zeros = ir.Constant(values.type, [0.0] * 4)
@@ -266,48 +269,48 @@ def by_halves(builder, emit, *vectors):
     return shuffled(builder, low, [*range(2 * low.type.count)], high)
 
 
-def by_fours(builder, codes, others, start, full=False):
-    """start + sums of four products each: codes are unsigned, above 127 only if `full`; `others` signed."""
+def by_fours(builder, codes, values, start, full=False):
+    """start + sums of four products each: codes are unsigned, above 127 only if `full`; `values` signed."""
     if VNNI:
-        words = (builder.bitcast(v, BITS) for v in (codes, others))
+        words = (builder.bitcast(v, BITS) for v in (codes, values))
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", BITS, start, *words)
     if AVX2:
-        for some in every_other(builder, codes) if full else [codes]:
-            sums = by_halves(builder, lambda *v: pairs(builder, *v), some, others)
+        for code_part in every_other(builder, codes) if full else [codes]:
+            sums = by_halves(builder, lambda *v: pairs(builder, *v), code_part, values)
             start = builder.add(start, sums)
         return start
     wide = ir.VectorType(I32, COUNT)
-    every = builder.mul(builder.zext(codes, wide), builder.sext(others, wide))
+    all_products = builder.mul(builder.zext(codes, wide), builder.sext(values, wide))
     for first in range(4):
-        start = builder.add(start, shuffled(builder, every, [*range(first, COUNT, 4)]))
+        start = builder.add(start, shuffled(builder, all_products, [*range(first, COUNT, 4)]))
     return start
 
 
-def pairs(builder, codes, others):
+def pairs(builder, codes, values):
     """by_fours of 32 codes with AVX2: sums of two products must fit into 16 bits."""
     two, four = ir.VectorType(I16, 16), ir.VectorType(I32, 8)
-    sums = call(builder, "llvm.x86.avx2.pmadd.ub.sw", two, codes, others)
+    sums = call(builder, "llvm.x86.avx2.pmadd.ub.sw", two, codes, values)
     return call(builder, "llvm.x86.avx2.pmadd.wd", four, sums, ir.Constant(two, [1] * 16))
 
 
 def every_other(builder, codes):
     """The codes with even and those with odd places, zeros in the others."""
     return [
-        builder.and_(codes, ir.Constant(CODES, some * (COUNT // 2)))
-        for some in ([255, 0], [0, 255])
+        builder.and_(codes, ir.Constant(CODES, byte_mask * (COUNT // 2)))
+        for byte_mask in ([255, 0], [0, 255])
     ]
 
 
-def by_fours_signed(builder, codes, others, start):
+def by_fours_signed(builder, codes, values, start):
     """The same with signed codes, to which 128 is added, and others above -128; see BY_SIGN."""
     codes = builder.xor(codes, ir.Constant(CODES, [128] * COUNT))
     sizes = call(builder, "llvm.abs.v64i8", CODES, codes, ir.Constant(ir.IntType(1), 0))
     half = ir.VectorType(I8, COUNT // 2)
 
-    def signed(*given):
-        return call(builder, "llvm.x86.avx2.psign.b", half, *given)
+    def signed(*operands):
+        return call(builder, "llvm.x86.avx2.psign.b", half, *operands)
 
-    return by_fours(builder, sizes, by_halves(builder, signed, others, codes), start)
+    return by_fours(builder, sizes, by_halves(builder, signed, values, codes), start)
 
 
 @instruction(i32x16, i64)

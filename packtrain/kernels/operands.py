@@ -64,8 +64,8 @@ def store_group(builder, target, values):
 
 
 @simd.instruction(types.void, i64, i64, i64, i64)
-def deal(builder, source, ld, target, apart):
-    """16 columns of two rows of `source` to two groups of 8, which are `apart` f32 from each other."""
+def deal(builder, source, ld, target, group_stride):
+    """16 columns of two rows of `source` to two groups of 8, which are `group_stride` f32 from each other."""
     panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
     panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
     rows = [
@@ -73,7 +73,7 @@ def deal(builder, source, ld, target, apart):
         for place in (source, beyond(builder, source, ld))
     ]
     for number in range(2):
-        spot = beyond(builder, target, builder.mul(apart, I64(number)))
+        spot = beyond(builder, target, builder.mul(group_stride, I64(number)))
         builder.store(
             panels.halves_of(builder, rows, number), panels.vector_at(builder, spot), align=64
         )
@@ -93,12 +93,12 @@ def pack_b(block, b, tb, ldb, depth, n, half):
     """Panels (deep, PANEL) of op(b) (depth, n), one behind the other, zeros beyond it."""
     deep, per = panels.places(depth, half), 1 + half
     if tb == 0:
-        whole = 0 if half else n // PANEL * PANEL
+        panel_end = 0 if half else n // PANEL * PANEL
         for k in range(0, depth, per):
             to = k // per * PANEL
-            for j in range(0, whole, PANEL):
+            for j in range(0, panel_end, PANEL):
                 panels.move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + to))
-            for j in range(whole, n, PANEL):
+            for j in range(panel_end, n, PANEL):
                 for w in range(0, PANEL, LANES):
                     left = max(n - j - w, 0)
                     values = load_part(b, k * ldb + j + w, left)
@@ -136,15 +136,15 @@ def pack_narrow(block, a, ta, lda, depth, m):
     """pack_a for registers of 8, which transpose slowly."""
     deep = panels.places(depth, 0)
     if ta:
-        size, whole = panels.apart(deep), max((m - GROUP) // ROWS + 1, 0)
+        size, full_extent = panels.apart(deep), max((m - GROUP) // ROWS + 1, 0)
         for k in range(0, depth, 2):
             two = min(depth - k, 2)
-            for g in range(whole):
+            for g in range(full_extent):
                 source = address(a, k * lda + g * ROWS)
                 target = address(block, g * size + k * GROUP)
                 for r in range(two):
                     copy8(address(source, r * lda), address(target, r * GROUP))
-            for g in range(whole, -(-m // ROWS)):
+            for g in range(full_extent, -(-m // ROWS)):
                 for r in range(k, k + two):
                     values = load_part(a, r * lda + g * ROWS, m - g * ROWS)
                     store_group(address(block, g * size + r * GROUP), values)
@@ -152,12 +152,12 @@ def pack_narrow(block, a, ta, lda, depth, m):
             for k in range(depth, deep):
                 store_group(address(block, g * size + k * GROUP), splat(0.0))
     else:
-        whole = depth // LANES * LANES
+        full_extent = depth // LANES * LANES
         for i in range(-(-m // ROWS) * ROWS):
             row, target = address(a, min(i, m - 1) * lda), address(block, i * FLAT)
-            for k in range(0, whole, LANES):
+            for k in range(0, full_extent, LANES):
                 store(target, k, simd.load(row, k))
-            for k in range(whole, deep):
+            for k in range(full_extent, deep):
                 simd.poke(target, k, simd.peek(row, k) if k < depth else types.float32(0.0))
 
 
@@ -170,13 +170,13 @@ def pack_a(block, a, ta, lda, depth, m, half):
         return
     if ta:
         pairs = depth // 2 * 2 if half == 0 else 0
-        whole = m // LANES * LANES
+        full_rows = m // LANES * LANES
         for k in range(0, pairs, 2):
-            for i in range(0, whole, LANES):
+            for i in range(0, full_rows, LANES):
                 target = address(block, i // ROWS * panels.apart(deep) + k * GROUP)
                 deal(address(a, k * lda + i), lda, target, panels.apart(deep))
         for k in range(0, depth, per):
-            for i in range(whole if k < pairs else 0, m, ROWS):
+            for i in range(full_rows if k < pairs else 0, m, ROWS):
                 left = min(m - i, ROWS)
                 values = load_part(a, k * lda + i, left)
                 if half:

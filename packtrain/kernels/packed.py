@@ -43,11 +43,13 @@ def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy, half):
         for j in range(0, n, across):
             width = min(n - j, across)
             for c in range(0, width, PANEL):
-                some = min(width - c, PANEL)
-                for r in range(some):
+                num_columns = min(width - c, PANEL)
+                for r in range(num_columns):
                     source = w + (j + c + r) * nbytes + p * nbytes // k
                     row(kind, address(flat, r * DEEP), source, depth)
-                pack(address(block, c * places(depth, half)), flat, 1, DEEP, depth, some, half)
+                pack(
+                    address(block, c * places(depth, half)), flat, 1, DEEP, depth, num_columns, half
+                )
             left, target = address(x, p), address(y, j)
             times_block(0, m, width, left, ldx, block, depth, keep, target, ldy, half)
 
@@ -96,10 +98,10 @@ def dots(y, x, kind, w, add, start, stop):
     m, k = x.shape
     nbytes, n = w.shape[1], y.shape[1]
     line, sums = scratch(LINE), scratch(SUMS)
-    one = fused(m, k, kind)
+    is_fused = fused(m, k, kind)
     for j in range(start, stop):
         source = w.ctypes.data + j * nbytes
-        if one:
+        if is_fused:
             s = dot(kind, address(x, 0), source, k)
             poke(y, j, peek(y, j) + s if add else s)
             continue
@@ -111,11 +113,11 @@ def dots(y, x, kind, w, add, start, stop):
             for i in range(m):
                 at = address(x, i * k + p)
                 a, b = splat(0.0), splat(0.0)
-                whole = depth // 32 * 32
-                for c in range(0, whole, 32):
+                vector_end = depth // 32 * 32
+                for c in range(0, vector_end, 32):
                     a = fma(load(line, c), load(at, c), a)
                     b = fma(load(line, c + 16), load(at, c + 16), b)
-                for c in range(whole, depth, LANES):
+                for c in range(vector_end, depth, LANES):
                     a = fma(simd.load_part(line, c, depth - c), simd.load_part(at, c, depth - c), a)
                 simd.store(sums, i * LANES, load(sums, i * LANES) + (a + b))
         for i in range(m):
@@ -172,12 +174,12 @@ def some_dots(every, x, k, kind, step, task):
 def products(every, x, kind, half):
     """`product` with several weights of one kind, fused.
 
-    every  of each the address of y, N, the address of w, the bytes of a row, and add
+    weights  of each the address of y, N, the address of w, the bytes of a row, and add
     half   0
     """
     step = -(-tasks_of(every, 1) // (threads() * TASKS * LANES)) * LANES
-    given = every, address(x, 0), x.shape[1], kind, step
-    each(some_dots, given, tasks_of(every, step))
+    task_args = every, address(x, 0), x.shape[1], kind, step
+    each(some_dots, task_args, tasks_of(every, step))
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64, i64, i64))
@@ -205,5 +207,5 @@ def product_back(x, y, block, kind, w, add, half):
         return
     rows, step = shares(m, k, threads(), max(block, LEAST_COLUMNS), UNPACKING, BROADEST)
     across = -(-k // step)
-    given = (x, y, kind, w, add, half, rows, step, across)
-    each(product_back_task, given, across * -(-m // rows))
+    task_args = (x, y, kind, w, add, half, rows, step, across)
+    each(product_back_task, task_args, across * -(-m // rows))

@@ -122,10 +122,10 @@ def take_back(buffers, sections, stack, top, c, free, n, bits):
 @part(i64(table, table, i64), forceinline=False)
 def most_beside(buffers, sections, i):
     """The most unplaced bytes of a section of buffer i, without its own."""
-    most = 0
+    max_total = 0
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
-        most = max(most, sections[TOTAL, s])
-    return most - buffers[SIZE, i]
+        max_total = max(max_total, sections[TOTAL, s])
+    return max_total - buffers[SIZE, i]
 
 
 @part(boolean(table, table, i64, i64, i64, i64, i64), forceinline=False)
@@ -146,12 +146,12 @@ def fits(buffers, sections, stack, top, count, least, target, bits, lifted, n):
     where buffers rose: the n keys that `lay` lifted, and those before `least`, to be lifted by one at its offset or
     higher.
     """
-    end, here, passed = top + count, least >> 2 * bits, top
+    end, min_offset, cursor = top + count, least >> 2 * bits, top
     left, right = sections.shape[1], 0
-    while passed < end and stack[passed] < least:
-        i = number(stack[passed], bits)
+    while cursor < end and stack[cursor] < least:
+        i = number(stack[cursor], bits)
         left, right = min(left, buffers[FIRST, i]), max(right, buffers[LAST, i])
-        passed += 1
+        cursor += 1
     for d in range(lifted, lifted + n):
         i = number(stack[d], bits)
         left, right = min(left, buffers[FIRST, i]), max(right, buffers[LAST, i])
@@ -159,14 +159,16 @@ def fits(buffers, sections, stack, top, count, least, target, bits, lifted, n):
         return True
     for s in range(left, right):
         sections[FILLED, s] = 0
-    at, floor = passed, stack[lifted] >> 2 * bits if n > 0 else here
-    while at < end and stack[at] >> 2 * bits == here:
-        if not stays_under(buffers, sections, number(stack[at], bits), here, left, right, target):
+    at, floor = cursor, stack[lifted] >> 2 * bits if n > 0 else min_offset
+    while at < end and stack[at] >> 2 * bits == min_offset:
+        if not stays_under(
+            buffers, sections, number(stack[at], bits), min_offset, left, right, target
+        ):
             return False
         at += 1
-    for d in range(top, passed):
+    for d in range(top, cursor):
         if not stays_under(
-            buffers, sections, number(stack[d], bits), here + 1, left, right, target
+            buffers, sections, number(stack[d], bits), min_offset + 1, left, right, target
         ):
             return False
     while at < end and stack[at] >> 2 * bits <= floor:
@@ -246,28 +248,29 @@ def search(buffers, sections, stack, top, count, free, left, right, least, offse
         limits[WORK] -= 1 + buffers[LAST, i] - buffers[FIRST, i]
         if limits[WORK] < 0 or limits[STOP] != 0 or free + 3 * count > len(stack):
             return STOPPED
-        beside = most_beside(buffers, sections, i)
-        possible = low + buffers[SIZE, i] + beside <= target
+        neighbor_nbytes = most_beside(buffers, sections, i)
+        possible = low + buffers[SIZE, i] + neighbor_nbytes <= target
         if possible:
-            rest, others = top + 1, count - 1
+            rest, size = top + 1, count - 1
             n = lay(buffers, sections, stack, top, count, c, free, bits, limits)
-            possible = fits(buffers, sections, stack, rest, others, key, target, bits, free + n, n)
+            possible = fits(buffers, sections, stack, rest, size, key, target, bits, free + n, n)
             offsets[0, i] = low
-            found, a = FOUND if possible else NONE, left
-            whole = edge(sections, buffers[FIRST, i], buffers[LAST, i]) == buffers[LAST, i]
-            while found == FOUND and a < right:
-                b, to, m, then, behind = right, rest, others, key, free + 2 * n
-                if not whole:
-                    b, to, then = edge(sections, a, right), behind, low << 2 * bits
-                    m = choose(buffers, sections, stack, rest, others, to, a, b, bits, offsets[1])
-                    limits[WORK], behind = limits[WORK] - count, to + m
-                found = search(buffers, sections, stack, to, m, behind, a, b, then, offsets, limits)
+            status, a = FOUND if possible else NONE, left
+            is_single_part = edge(sections, buffers[FIRST, i], buffers[LAST, i]) == buffers[LAST, i]
+            while status == FOUND and a < right:
+                b, to, m, start, room = right, rest, size, key, free + 2 * n
+                if not is_single_part:
+                    b, to, start = edge(sections, a, right), room, low << 2 * bits
+                    m = choose(buffers, sections, stack, rest, size, to, a, b, bits, offsets[1])
+                    limits[WORK], room = limits[WORK] - count, to + m
+                status = search(buffers, sections, stack, to, m, room, a, b, start, offsets, limits)
                 a = b
             take_back(buffers, sections, stack, top, c, free, n, bits)
-            if found != NONE:
-                return found
-        again = possible or fits(buffers, sections, stack, top, count, key, target, bits, 0, 0)
-        if beside == 0 or not again:  # it hinders no other, or all that is left is too much
+            if status != NONE:
+                return status
+        is_viable = possible or fits(buffers, sections, stack, top, count, key, target, bits, 0, 0)
+        # it hinders no other, or all that is left is too much
+        if neighbor_nbytes == 0 or not is_viable:
             break
     return NONE if count else FOUND
 
@@ -344,12 +347,12 @@ def first_fit(lives, order, offsets, placed, limits):
 @part(void(table, table, i64, i64), forceinline=False)
 def measure(lives, left, b, n):
     """First start, last end and least key of a block; what has been placed does not count."""
-    start, end, least = 1 << KEY, -(1 << KEY), 1 << KEY
+    start, end, min_key = 1 << KEY, -(1 << KEY), 1 << KEY
     for i in range(b * BLOCK, min(n, (b + 1) * BLOCK)):
         if left[i, KEYS] < 1 << KEY:
             start, end = min(start, lives[i, START]), max(end, lives[i, END])
-            least = min(least, left[i, KEYS])
-    left[b, FIRST_START], left[b, LAST_END], left[b, LEAST] = start, end, least
+            min_key = min(min_key, left[i, KEYS])
+    left[b, FIRST_START], left[b, LAST_END], left[b, LEAST] = start, end, min_key
 
 
 @part(void(table, table, i64, i64, i64, i64), forceinline=False)

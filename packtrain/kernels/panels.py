@@ -117,10 +117,10 @@ def turn16(builder, source, ld, last, left, target, ld_target):
 def turn16_pairs(builder, source, ld, last, left, target, ld_target):
     """The same in bf16: 16 x 8 pairs."""
     rows = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
-    turned = emit_turned(builder, rows, 4)
+    transposed = emit_turned(builder, rows, 4)
     for r in range(LANES // 2):
         spot = beyond(builder, target, builder.mul(I64(r), ld_target))
-        value = emit_pair(builder, turned[2 * r], turned[2 * r + 1])
+        value = emit_pair(builder, transposed[2 * r], transposed[2 * r + 1])
         builder.store(value, vector_at(builder, spot), align=64)
 
 
@@ -136,9 +136,9 @@ def turn_group(builder, source, ld, last, left, target):
 def turn_group_pairs(builder, source, ld, last, left, target):
     """The same in bf16: 8 x 8 pairs in a row."""
     rows = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
-    turned = emit_turned(builder, rows, 3)
+    transposed = emit_turned(builder, rows, 3)
     for r in range(GROUP // 2):
-        low, high = (halves_of(builder, turned[2 * r : 2 * r + 2], n) for n in (0, 1))
+        low, high = (halves_of(builder, transposed[2 * r : 2 * r + 2], n) for n in (0, 1))
         spot = builder.add(target, I64(64 * r))
         builder.store(emit_pair(builder, low, high), vector_at(builder, spot), align=64)
 

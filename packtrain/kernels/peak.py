@@ -14,12 +14,15 @@ i64, f32, void = types.int64, types.float32, types.void
 @simd.instruction(f32x16, i64, f32)
 def chains(builder, count, factor):
     """The sum of CHAINS vectors after `count` rounds of v = v * factor + factor, all at once."""
-    before, many = builder.block, simd.spread(builder, factor, VECTOR)
+    before, factor_lanes = builder.block, simd.spread(builder, factor, VECTOR)
     loop, after = (builder.append_basic_block(name) for name in ("round", "after"))
     builder.branch(loop)
     builder.position_at_end(loop)
     turn, vectors = builder.phi(I64), [builder.phi(VECTOR) for _ in range(CHAINS)]
-    now = [simd.call(builder, "llvm.fma.v16f32", VECTOR, v, many, many) for v in vectors]
+    now = [
+        simd.call(builder, "llvm.fma.v16f32", VECTOR, v, factor_lanes, factor_lanes)
+        for v in vectors
+    ]
     following = builder.add(turn, I64(1))
     turn.add_incoming(I64(0), before)
     turn.add_incoming(following, loop)

@@ -39,13 +39,13 @@ def word(builder, index):
     return builder.gep(first, [index])
 
 
-def of_word(emit, given):
+def of_word(emit, has_value):
     """An intrinsic (index, …): emit(builder, pointer, …) on a shared word, in one order for all threads."""
 
     def codegen(context, builder, sig, args):
         return emit(builder, word(builder, args[0]), *args[1:])
 
-    if given:
+    if has_value:
         return intrinsic(lambda typingctx, index, value: (i64(i64, i64), codegen))
     return intrinsic(lambda typingctx, index: (i64(i64), codegen))
 
@@ -114,10 +114,10 @@ def nanoseconds(own):
 def work(first, threads):
     """Run the tasks of this thread, then what others have not begun."""
     for step in range(threads):
-        own = OWN + (first + step) % threads * SIZE
-        while get(own + NEXT) < get(own + END):
-            number = add(own + NEXT, 1)
-            if number < get(own + END):
+        slot = OWN + (first + step) % threads * SIZE
+        while get(slot + NEXT) < get(slot + END):
+            number = add(slot + NEXT, 1)
+            if number < get(slot + END):
                 call_task(get(TASK), get(GIVEN), number)
 
 
@@ -130,14 +130,14 @@ def called(thread, seen):
 
 @njit(void(i64, i64), **inlined)
 def await_region(thread, seen):
-    own = OWN + thread * SIZE
-    end = nanoseconds(own) + PATIENCE
+    slot = OWN + thread * SIZE
+    end = nanoseconds(slot) + PATIENCE
     while called(thread, seen) == 0:
         rest()
-        if nanoseconds(own) > end:
-            swap(own + ASLEEP, 1)
-            if called(thread, seen) == 0 or swap(own + ASLEEP, 0) == 0:
-                sem_wait(place(own + BED))
+        if nanoseconds(slot) > end:
+            swap(slot + ASLEEP, 1)
+            if called(thread, seen) == 0 or swap(slot + ASLEEP, 0) == 0:
+                sem_wait(place(slot + BED))
 
 
 @njit(void(), **inlined)
@@ -167,15 +167,15 @@ def serve(thread):
             sem_post(place(GATE))
 
 
-def share_out(task, given, count):
+def share_out(task, task_args, count):
     """Run tasks 0 … count - 1."""
     workers = min(threads(), get(CREW) + 1, count)
     if workers <= 1 or swap(BUSY, 1) == 1:
         for number in range(count):
-            call_task(task, given, number)
+            call_task(task, task_args, number)
         return
     swap(TASK, task)
-    swap(GIVEN, given)
+    swap(GIVEN, task_args)
     swap(THREADS, workers)
     for thread in range(workers):
         swap(OWN + thread * SIZE + NEXT, thread * count // workers)

@@ -27,23 +27,23 @@ def row(kind, target, source, count):
 
 @kernel(f64(i64, i64))
 def squares_of(x, count):
-    found = no_sums()
+    sums = no_sums()
     for i in range(0, count, LANES):
-        found = add_squares(found, load_part(x, i, count - i))
-    return total_of(found)
+        sums = add_squares(sums, load_part(x, i, count - i))
+    return total_of(sums)
 
 
 @kernel(f64(i64, i64, i64, i64, i64))
 def squared_error(kind, packed, nbytes, x, count):
     """Of one row: squares of the f32 differences."""
-    line, found = scratch(LINE), no_sums()
+    line, error_sums = scratch(LINE), no_sums()
     for at in range(0, count, LINE):
         left = min(count - at, LINE)
         unpack_row(kind, line, packed + at * nbytes // count, left)
         for i in range(0, left, LANES):
-            given = load_part(x, at + i, left - i)
-            found = add_squares(found, load_part(line, i, left - i) - given)
-    return total_of(found)
+            original = load_part(x, at + i, left - i)
+            error_sums = add_squares(error_sums, load_part(line, i, left - i) - original)
+    return total_of(error_sums)
 
 
 @kernel(void(i64, bytes2, types.Array(f64, 2, "C"), in2, i64))

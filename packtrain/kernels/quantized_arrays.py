@@ -87,11 +87,11 @@ def quantize_measured(
     sums = np.empty((2, len(rows)))
     compiled: Any = kernels
     raw = packed.reshape(-1).view(np.uint8).reshape(len(rows), -1)
-    given = np.ascontiguousarray(() if weights is None else weights, np.float32)
+    importance = np.ascontiguousarray(() if weights is None else weights, np.float32)
     if "snap" in dtype.code:
-        compiled.snapping.rows(dtype.number, raw, sums, rows, given, neighbours(dtype))
-    elif given.size and "weigh" in dtype.code:
-        compiled.weighing.rows(dtype.number, raw, sums, rows, given)
+        compiled.snapping.rows(dtype.number, raw, sums, rows, importance, neighbours(dtype))
+    elif importance.size and "weigh" in dtype.code:
+        compiled.weighing.rows(dtype.number, raw, sums, rows, importance)
     else:
         compiled.quantize.rows(dtype.number, raw, sums, rows)
     total, wrong = sums.sum(axis=1)
@@ -99,7 +99,7 @@ def quantize_measured(
 
 
 def packed(
-    where: str,
+    location: str,
     parts: Iterable[np.ndarray | Stored | Weighed],
     dtype: Dtype,
     done: Callable[[float], None],
@@ -116,10 +116,10 @@ def packed(
             part, size, error = quantize_measured(values, dtype)
         total += size
         if not math.isfinite(total):
-            raise InputError(f"{where} has values that are not finite; they must be")
+            raise InputError(f"{location} has values that are not finite; they must be")
         wrong += error
         if not math.isfinite(wrong):
-            raise InputError(f"{where} has values too large for {dtype}; use another type")
+            raise InputError(f"{location} has values too large for {dtype}; use another type")
         yield part
     done(math.sqrt(wrong / total) if total else 0.0)
 

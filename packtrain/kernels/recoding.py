@@ -39,13 +39,13 @@ def some(y, w, kind, a, b, by, moved, first, start, stop):
             row(kind, line, w.ctypes.data + i * nbytes + left, width)
             values, at = address(b, i * rank), place(first + i, c)
             for j in range(0, width, 2 * LANES):
-                one, two = load(line, j), load(line, j + LANES)
+                first_half, second_half = load(line, j), load(line, j + LANES)
                 for r in range(rank):
                     factor, column = by * peek(values, r), r * k + c + j
-                    one = fma(load(a, column), factor, one)
-                    two = fma(load(a, column + LANES), factor, two)
-                store(line, j, one)
-                store(line, j + LANES, two)
+                    first_half = fma(load(a, column), factor, first_half)
+                    second_half = fma(load(a, column + LANES), factor, second_half)
+                store(line, j, first_half)
+                store(line, j + LANES, second_half)
                 store(line, COLUMNS + j, load(moved, at + j))
                 store(line, COLUMNS + j + LANES, load(moved, at + j + LANES))
             recode(kind, y.ctypes.data + i * nbytes + left, line, width)

@@ -49,8 +49,8 @@ def compiled(code, decorator, done):
     if code not in done:
         for other in map(code.function.__globals__.get, code.function.__code__.co_names):
             if isinstance(other, Code):
-                *given, result = (MEANT[t] for t in other.function.__annotations__.values())
-                compiled(other, (part if other.inlined else kernel)(result(*given)), done)
+                *arg_types, result = (MEANT[t] for t in other.function.__annotations__.values())
+                compiled(other, (part if other.inlined else kernel)(result(*arg_types)), done)
         done[code] = decorator(code.function)
         code.meaning = partial(numba_type, done[code])
     return done[code]
@@ -63,7 +63,7 @@ def choice(functions, signature, *, blocks):
     """
 
     def codegen(context, builder, sig, args):
-        kind, *given, n = args
+        kind, *call_args, n = args
         result = cgutils.alloca_once(builder, context.get_value_type(signature.return_type))
         end = builder.append_basic_block("chosen")
         switch = builder.switch(kind, end)
@@ -72,10 +72,10 @@ def choice(functions, signature, *, blocks):
             switch.add_case(I64(dtype.number), case)
             builder.position_at_end(case)
             settle(function)
-            found = context.get_function(types.Dispatcher(function), signature)
-            context.add_linking_libs(getattr(found, "libs", ()))
+            implementation = context.get_function(types.Dispatcher(function), signature)
+            context.add_linking_libs(getattr(implementation, "libs", ()))
             count = builder.udiv(n, I64(dtype.block)) if blocks else n
-            builder.store(found(builder, (*given, count)), result)
+            builder.store(implementation(builder, (*call_args, count)), result)
             builder.branch(end)
         builder.position_at_end(end)
         return builder.load(result)

@@ -94,16 +94,16 @@ def rotate_halves(y, x, t, width, inverse):
 @kernel(void(out3, in3, in3, types.boolean, types.boolean, i64, i64))
 def rope_rows(y, x, t, neox, inverse, start, stop):
     heads, width = x.shape[1], x.shape[2]
-    turned = 2 * t.shape[1]
+    rotary_width = 2 * t.shape[1]
     for row in range(start, stop):
-        angles = address(t, row * turned)
+        angles = address(t, row * rotary_width)
         for head in range(heads):
             at = (row * heads + head) * width
             if neox:
-                rotate_halves(address(y, at), address(x, at), angles, turned, inverse)
+                rotate_halves(address(y, at), address(x, at), angles, rotary_width, inverse)
             else:
-                rotate_pairs(address(y, at), address(x, at), angles, turned, inverse)
-            for i in range(turned, width, LANES):
+                rotate_pairs(address(y, at), address(x, at), angles, rotary_width, inverse)
+            for i in range(rotary_width, width, LANES):
                 simd.store_part(y, at + i, load_part(x, at + i, width - i), width - i)
 
 

@@ -113,12 +113,12 @@ def sum_groups(y, v, lanes):
 @kernel(void(i64, i64, i64))
 def put_rests(y, kind, planes):
     """What follows the steps of a line, by kind."""
-    width, less = WIDTH[kind], LESS[kind]
+    width, bias = WIDTH[kind], LESS[kind]
     steps = y + width * planes
     rest, later = steps + MORE, steps + 2 * MORE
     lanes = SHARE[kind] // 4
     groups = LANES // lanes
-    if less == 0:
+    if bias == 0:
         store(rest, 0, simd.splat(0.0))
         store(later, 0, to_floats(lane_sums(y, width, 0, planes)) * load(steps, 0))
         for group in range(groups):
@@ -128,11 +128,11 @@ def put_rests(y, kind, planes):
             poke(rest, groups + group, s)
         return
     high = planes - 1 if planes > 1 and PARTED[kind] else planes
-    store(rest, 0, as_floats(lane_sums(y, width, 0, high) * -less))
+    store(rest, 0, as_floats(lane_sums(y, width, 0, high) * -bias))
     if planes == 1:
-        sum_groups(later, lane_sums(y, width, 0, 1) * -less, lanes)
+        sum_groups(later, lane_sums(y, width, 0, 1) * -bias, lanes)
         return
-    store(later, 0, as_floats(lane_sums(y, width, high, planes) * -less))
+    store(later, 0, as_floats(lane_sums(y, width, high, planes) * -bias))
 
 
 @part(void(i64, i64, i64, i64))
@@ -150,13 +150,13 @@ def arrange(y, width, share, planes):
 @kernel(void(i64, i64, i64, i64, i64))
 def round_row(y, x, n, kind, planes):
     """n f32 at x become integers at y, for products with weights of this kind."""
-    most, width = MOST_1 if planes == 1 else MOST_3, WIDTH[kind]
+    max_code, width = MOST_1 if planes == 1 else MOST_3, WIDTH[kind]
     lanes = LANES * BLOCK // width
     for i in range(0, n, width):
         for group in range(width // BLOCK):
             at, d = x + 4 * (i + group * BLOCK), f32(0)
             if i + group * BLOCK < n:
-                d = step_of(at, most)
+                d = step_of(at, max_code)
                 for half in range(0, BLOCK, LANES):
                     put_integers(y + group * BLOCK + half, at + 4 * half, d, planes, width)
             else:
@@ -187,23 +187,23 @@ def panel(m, n, k, kind, planes, x, w, stride, y, add, start, stop):
         left, at, row = m - i, x + i * nbytes(k, planes), y + i * down
         if left >= 8:
             for j in range(start, stop, OF_8):
-                to, some = row + 4 * j, min(OF_8, stop - j)
-                tile(8, kind, planes, at, w + j * stride, stride, k, to, down, some, add)
+                to, tile_columns = row + 4 * j, min(OF_8, stop - j)
+                tile(8, kind, planes, at, w + j * stride, stride, k, to, down, tile_columns, add)
             i += 8
         elif left >= 4:
             for j in range(start, stop, OF_4):
-                to, some = row + 4 * j, min(OF_4, stop - j)
-                tile(4, kind, planes, at, w + j * stride, stride, k, to, down, some, add)
+                to, tile_columns = row + 4 * j, min(OF_4, stop - j)
+                tile(4, kind, planes, at, w + j * stride, stride, k, to, down, tile_columns, add)
             i += 4
         elif left >= 2:
             for j in range(start, stop, OF_2):
-                to, some = row + 4 * j, min(OF_2, stop - j)
-                tile(2, kind, planes, at, w + j * stride, stride, k, to, down, some, add)
+                to, tile_columns = row + 4 * j, min(OF_2, stop - j)
+                tile(2, kind, planes, at, w + j * stride, stride, k, to, down, tile_columns, add)
             i += 2
         else:
             for j in range(start, stop, OF_1):
-                to, some = row + 4 * j, min(OF_1, stop - j)
-                tile(1, kind, planes, at, w + j * stride, stride, k, to, down, some, add)
+                to, tile_columns = row + 4 * j, min(OF_1, stop - j)
+                tile(1, kind, planes, at, w + j * stride, stride, k, to, down, tile_columns, add)
             i += 1
 
 
@@ -250,11 +250,11 @@ def product(y, x, kind, w, add, planes, work):
     m, k = x.shape
     n, integers = w.shape[0], address(work, 0)
     round_all(x, integers, kind, planes)
-    given = m, n, k, kind, planes, integers, w.ctypes.data, w.shape[1], address(y, 0), i64(add)
+    task_args = m, n, k, kind, planes, integers, w.ctypes.data, w.shape[1], address(y, 0), i64(add)
     if n * k * m < SMALL:
-        dots(*given, 0, n)
+        dots(*task_args, 0, n)
     else:
-        spans(dots, given, n, share(n))
+        spans(dots, task_args, n, share(n))
 
 
 @kernel(void(words2, i64, i64, i64, i64, i64, i64, i64))
@@ -269,7 +269,7 @@ def some_dots(every, m, k, kind, planes, x, step, task):
 def products(every, x, kind, planes, work):
     """`product` with several weights of one kind.
 
-    every  of each the address of y, N, the address of w, the bytes of a row, and add
+    weights  of each the address of y, N, the address of w, the bytes of a row, and add
     """
     m, k = x.shape
     integers = address(work, 0)
@@ -289,14 +289,14 @@ def whole_chunk(room, w, left, size):
 
 
 @kernel(void(*[i64] * 8))
-def pack_panel(panel, kind, w, stride, first, count, some, wide):
-    """Lines of `some` rows at w, of `count` chunks from the `first` on, turned: see code_panels."""
+def pack_panel(panel, kind, w, stride, first, count, num_rows, wide):
+    """Lines of `num_rows` rows at w, of `count` chunks from the `first` on, turned: see code_panels."""
     lines_of, room = simd.scratch(LINES), simd.scratch(LINE)
     per, chunk = (WIDTH[kind] + MORE) // 4, CHUNK[kind]
     for c in range(count):
         at = (first + c) * chunk
-        for column in range(0, some, LANES):
-            rows = min(some - column, LANES)
+        for column in range(0, num_rows, LANES):
+            rows = min(num_rows - column, LANES)
             for r in range(rows):
                 source = w + (column + r) * stride + at
                 line(
@@ -311,24 +311,34 @@ def pack_panel(panel, kind, w, stride, first, count, some, wide):
 def panels(m, n, k, kind, x, w, stride, y, add, start, stop):
     """Columns start … stop of y (m, n) for many rows; y, the integers x and w are addresses."""
     panel, width = simd.scratch(PANEL_SIZE), WIDTH[kind]
-    along, size = nbytes(k, 1), width + 3 * MORE
+    row_stride, size = nbytes(k, 1), width + 3 * MORE
     step = even(k, DEEP, WIDEST)
     for j in range(start, stop, WIDE * LANES):
-        some = min(stop - j, WIDE * LANES)
-        wide = -(-some // LANES)
+        num_columns = min(stop - j, WIDE * LANES)
+        wide = -(-num_columns // LANES)
         for p in range(0, k, step):
             first, count = p // width, -(-min(k - p, step) // width)
-            pack_panel(panel, kind, w + j * stride, stride, first, count, some, wide)
+            pack_panel(panel, kind, w + j * stride, stride, first, count, num_columns, wide)
             keep = f32(1) if add or p else f32(0)
             for i in range(0, m, HIGH):
-                to, at, rows = y + 4 * (i * n + j), x + i * along + first * size, min(m - i, HIGH)
+                to, at, rows = (
+                    y + 4 * (i * n + j),
+                    x + i * row_stride + first * size,
+                    min(m - i, HIGH),
+                )
                 down = 4 * n
                 if wide == 3:
-                    panel_tile(3, kind, at, along, panel, count, to, keep, down, rows, some)
+                    panel_tile(
+                        3, kind, at, row_stride, panel, count, to, keep, down, rows, num_columns
+                    )
                 elif wide == 2:
-                    panel_tile(2, kind, at, along, panel, count, to, keep, down, rows, some)
+                    panel_tile(
+                        2, kind, at, row_stride, panel, count, to, keep, down, rows, num_columns
+                    )
                 else:
-                    panel_tile(1, kind, at, along, panel, count, to, keep, down, rows, some)
+                    panel_tile(
+                        1, kind, at, row_stride, panel, count, to, keep, down, rows, num_columns
+                    )
 
 
 @kernel(void(out2, i64, i64, i64, packed2, types.boolean, i64, i64))

@@ -41,8 +41,10 @@ NUMBERS = "NUMBA_NUM_THREADS", "OMP_NUM_THREADS"  # variables that give a number
 
 def most_threads() -> int:
     """The number of threads that the environment gives, else a thread for each core."""
-    given = (os.environ.get(name, "") for name in NUMBERS)
-    return next((int(text) for text in given if text.isdecimal() and int(text)), allowed_cpus())
+    env_values = (os.environ.get(name, "") for name in NUMBERS)
+    return next(
+        (int(text) for text in env_values if text.isdecimal() and int(text)), allowed_cpus()
+    )
 
 
 def allowed_cpus() -> int:
@@ -51,8 +53,8 @@ def allowed_cpus() -> int:
     count = len(bound) or os.cpu_count() or 1
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
-        own = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        for folder in (root / own, *(root / own).parents):
+        cgroup_path = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        for folder in (root / cgroup_path, *(root / cgroup_path).parents):
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()[:2]
                 if quota != "max":
@@ -95,28 +97,30 @@ def limit_blas() -> None:
 
 def chosen_cpu() -> dict[str, str]:
     """What numba is told of the CPU: nothing to compile for this one. Raises InputError for a wrong PACKTRAIN_CPU."""
-    asked = os.environ.get("PACKTRAIN_CPU", "")
-    chosen = _lesser(asked) if asked else {}
+    cpu_name = os.environ.get("PACKTRAIN_CPU", "")
+    chosen = _lesser(cpu_name) if cpu_name else {}
     names = ("CPU_NAME", "CPU_FEATURES")
-    given = {name: os.environ.get(f"NUMBA_{name}") for name in names}
-    return {name: value for name, value in given.items() if value is not None} | chosen
+    env_values = {name: os.environ.get(f"NUMBA_{name}") for name in names}
+    return {name: value for name, value in env_values.items() if value is not None} | chosen
 
 
 @cache
-def _lesser(asked: str) -> dict[str, str]:
+def _lesser(cpu_name: str) -> dict[str, str]:
     """What numba is told for a value of PACKTRAIN_CPU; code for features that are not here would end the process."""
     import llvmlite.binding
 
-    if asked not in CPUS:
+    if cpu_name not in CPUS:
         raise InputError(
-            f"PACKTRAIN_CPU: {asked} is unknown; it must be {' or '.join(CPUS)}, or unset for this CPU"
+            f"PACKTRAIN_CPU: {cpu_name} is unknown; it must be {' or '.join(CPUS)}, or unset for this CPU"
         )
-    here = llvmlite.binding.get_host_cpu_features().flatten().split(",")
-    missing = [name for name in CPUS[asked]["CPU_FEATURES"].split(",") if name not in here]
+    host_features = llvmlite.binding.get_host_cpu_features().flatten().split(",")
+    missing = [
+        name for name in CPUS[cpu_name]["CPU_FEATURES"].split(",") if name not in host_features
+    ]
     if missing:
         lacks = ", ".join(name.removeprefix("+") for name in missing)
-        raise InputError(f"PACKTRAIN_CPU: {asked}: this CPU has no {lacks}; unset it")
-    return CPUS[asked]
+        raise InputError(f"PACKTRAIN_CPU: {cpu_name}: this CPU has no {lacks}; unset it")
+    return CPUS[cpu_name]
 
 
 @cache
@@ -142,9 +146,9 @@ def version_of(package: str) -> str:
 
 
 def folder_of(package: str) -> Path:
-    found = find_spec(package)
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    module_spec = find_spec(package)
+    assert module_spec is not None and module_spec.origin is not None
+    return Path(module_spec.origin).parent
 
 
 def has(feature: str) -> bool:
@@ -152,8 +156,8 @@ def has(feature: str) -> bool:
     import llvmlite.binding
 
     chosen = chosen_cpu().get("CPU_FEATURES")
-    found = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
-    return f"+{feature}" in found.split(",") and (feature != AMX or tiles_allowed())
+    features = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
+    return f"+{feature}" in features.split(",") and (feature != AMX or tiles_allowed())
 
 
 def multiplies(precision: str) -> bool:
@@ -209,12 +213,12 @@ def refusal(root: Path) -> str | None:
 
 def writable(root: Path) -> Path:
     """`root`, or with a message a temporary folder that is deleted at exit."""
-    why = refusal(root)
-    if why is None:
+    reason = refusal(root)
+    if reason is None:
         return root
     import atexit
 
     folder = Path(tempfile.mkdtemp(prefix="packtrain-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    say(f"cannot write {root} ({why}); using {folder} this time")
+    say(f"cannot write {root} ({reason}); using {folder} this time")
     return folder

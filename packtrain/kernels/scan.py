@@ -25,13 +25,13 @@ def advance(y, s, x, b, c, delta, a, skip, p, n):
     decay = simd.splat(f32(math.exp(f64(delta) * f64(a))))
     for i in range(p):
         value = peek(x, i)
-        row, by, found = address(s, i * n), simd.splat(delta * value), simd.splat(0.0)
+        row, by, dot_sums = address(s, i * n), simd.splat(delta * value), simd.splat(0.0)
         for k in range(0, n, LANES):
             left = n - k
             new = simd.fma(load_part(row, k, left), decay, by * load_part(b, k, left))
             simd.store_part(row, k, new, left)
-            found = simd.fma(new, load_part(c, k, left), found)
-        simd.poke(y, i, simd.total(found) + skip * value)
+            dot_sums = simd.fma(new, load_part(c, k, left), dot_sums)
+        simd.poke(y, i, simd.total(dot_sums) + skip * value)
 
 
 @kernel(void(out2, out3, in2, in2, in1, in1, ids1, i64, i64, i64))
@@ -72,15 +72,15 @@ def forth(state, seen, dy, x, delta, decay, p, n):
     """Advance the state; seen (n,) = sum over p of dy S. `seen` has b, which is replaced."""
     for k in range(0, n, LANES):
         left = n - k
-        b, found = load_part(seen, k, left), simd.splat(0.0)
+        b, dot_sums = load_part(seen, k, left), simd.splat(0.0)
         for i in range(p):
             at = address(state, i * n)
             new = simd.fma(
                 load_part(at, k, left), simd.splat(decay), simd.splat(delta * peek(x, i)) * b
             )
             simd.store_part(at, k, new, left)
-            found = simd.fma(new, simd.splat(peek(dy, i)), found)
-        simd.store_part(seen, k, found, left)
+            dot_sums = simd.fma(new, simd.splat(peek(dy, i)), dot_sums)
+        simd.store_part(seen, k, dot_sums, left)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64))
@@ -88,29 +88,29 @@ def back(slope, seen, dx, dy, x, b, c, decay, p, n):
     """slope = decay slope + dy c; dx (p,) = slope b, and seen (n,) = sum over p of x slope."""
     fill(seen, n, f32(0.0))
     for i in range(p):
-        row, found = address(slope, i * n), simd.splat(0.0)
+        row, dot_sums = address(slope, i * n), simd.splat(0.0)
         by, value = simd.splat(peek(dy, i)), simd.splat(peek(x, i))
         for k in range(0, n, LANES):
             left = n - k
             new = simd.fma(load_part(row, k, left), simd.splat(decay), by * load_part(c, k, left))
             simd.store_part(row, k, new, left)
-            found = simd.fma(new, load_part(b, k, left), found)
+            dot_sums = simd.fma(new, load_part(b, k, left), dot_sums)
             simd.store_part(seen, k, simd.fma(new, value, load_part(seen, k, left)), left)
-        simd.poke(dx, i, simd.total(found))
+        simd.poke(dx, i, simd.total(dot_sums))
 
 
 @kernel(void(out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ids1, i64, i64, i64))
 def share(dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, time, groups, number):
     """The heads of a group that this task has, one after the other."""
     heads, (_, p, n) = len(a), states.shape
-    many = heads // groups
-    shares = min(many, SHARES)
+    fan = heads // groups
+    shares = min(fan, SHARES)
     line, group = number // shares // groups, number // shares % groups
     state, of_b = address(states, number * p * n), address(parts, number * 2 * time * n)
     of_c, scores = address(of_b, time * n), address(along, number * (time + n))
     seen, width, first = address(scores, time), x.shape[1], line * time
     fill(of_b, 2 * time * n, f32(0.0))
-    for h in range(group * many + number % shares, (group + 1) * many, shares):
+    for h in range(group * fan + number % shares, (group + 1) * fan, shares):
         for t in range(time):
             values, token = address(x, (first + t) * width), first + t
             if begins(seq, token, time):
@@ -122,7 +122,7 @@ def share(dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, ti
             add_scaled(address(of_c, t * n), seen, f32(1.0), n)
             simd.poke(scores, t, f32(dot(seen, address(b, groups * n), n)))
         fill(state, p * n, f32(0.0))
-        decay, kept, of_a, of_skip = f32(0.0), f64(0.0), f64(0.0), f64(0.0)
+        decay, slope, of_a, of_skip = f32(0.0), f64(0.0), f64(0.0), f64(0.0)
         for t in range(time - 1, -1, -1):
             values, token = address(x, (first + t) * width), first + t
             of_x, value = address(dx, token * width + h * p), address(values, h * p)
@@ -130,9 +130,9 @@ def share(dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, ti
             of_y = address(dy, (token * heads + h) * p)
             back(state, seen, of_x, of_y, value, b, address(b, groups * n), decay, p, n)
             straight = dot(seen, b, n)
-            kept = f64(0.0) if begins(seq, token, time) else kept + peek(scores, t) - d * straight
-            ddelta[token, h] = f32(straight + f64(a[h]) * kept)
-            of_a += d * kept
+            slope = f64(0.0) if begins(seq, token, time) else slope + peek(scores, t) - d * straight
+            ddelta[token, h] = f32(straight + f64(a[h]) * slope)
+            of_a += d * slope
             of_skip += dot(of_y, value, p)
             add_scaled(address(of_b, t * n), seen, d, n)
             for i in range(p):
@@ -146,13 +146,13 @@ def gather(dx, parts, width, groups, shares, token):
     """B's and C's gradients of a token: the sums of all tasks."""
     _, _, time, n = parts.shape
     line, t = token // time, token % time
-    for which in range(2):
+    for part in range(2):
         for group in range(groups):
-            to = address(dx, token * dx.shape[1] + width + (which * groups + group) * n)
+            to = address(dx, token * dx.shape[1] + width + (part * groups + group) * n)
             fill(to, n, f32(0.0))
             for k in range(shares):
                 number = (line * groups + group) * shares + k
-                source = address(parts, ((number * 2 + which) * time + t) * n)
+                source = address(parts, ((number * 2 + part) * time + t) * n)
                 add_scaled(to, source, f32(1.0), n)
 
 
@@ -171,8 +171,8 @@ def scan_back(
     """
     heads = len(a)
     shares = min(heads // groups, SHARES)
-    given = (dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, time, groups)
-    each(share, given, len(states))
+    task_args = (dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, time, groups)
+    each(share, task_args, len(states))
     each(gather, (dx, parts, dy.shape[1], groups, shares), len(x))
     for h in range(heads):
         da[h], dskip[h] = f32(0.0), f32(0.0)
@@ -210,8 +210,8 @@ def scan_cells(y, states, x, delta, a, skip, line, source, target, groups):
     line            (N,)  i32: a token is of the sequence whose state is source[line], negative for zeros, ...
     source, target  (R,)  i32: ... and becomes target[line]; a negative target is padding, whose y is 0
     """
-    given = (y, states, x, delta, a, skip, line, source, target, groups)
-    each(head_cells, given, states.shape[1])
+    task_args = (y, states, x, delta, a, skip, line, source, target, groups)
+    each(head_cells, task_args, states.shape[1])
 
 
 @kernel(void(out2, out3, in2, in2, ids1, ids1, ids1, i64))
@@ -228,18 +228,22 @@ def channels(y, kept, x, w, line, source, target, number):
                 simd.store_part(address(kept, (target[r] * before + k) * wide), s, value, left)
         for t in range(len(x)):
             at = i64(target[line[t]])
-            new, found = load_part(address(x, t * wide), s, left), simd.splat(0.0)
+            new, output_sums = load_part(address(x, t * wide), s, left), simd.splat(0.0)
             if at >= 0:
                 for k in range(before):
                     row = address(kept, (at * before + k) * wide)
                     old = load_part(row, s, left)
-                    found = simd.fma(old, load_part(address(w, k * wide), s, left), found)
+                    output_sums = simd.fma(
+                        old, load_part(address(w, k * wide), s, left), output_sums
+                    )
                     if k > 0:
                         simd.store_part(address(kept, (at * before + k - 1) * wide), s, old, left)
                 if before > 0:
                     simd.store_part(address(kept, (at * before + before - 1) * wide), s, new, left)
-                found = simd.fma(new, load_part(address(w, before * wide), s, left), found)
-            simd.store_part(address(y, t * wide), s, found, left)
+                output_sums = simd.fma(
+                    new, load_part(address(w, before * wide), s, left), output_sums
+                )
+            simd.store_part(address(y, t * wide), s, output_sums, left)
 
 
 @kernel(void(out2, out3, in2, in2, ids1, ids1, ids1))

@@ -50,11 +50,11 @@ def as_byte(code):
 @kernel(f32(i64, i64))
 def furthest(x, n):
     """The value furthest from zero, the first on ties; 0 if all are next to nothing."""
-    found = f32(0)
+    extreme = f32(0)
     for i in range(n):
-        if abs(peek(x, i)) > abs(found):
-            found = peek(x, i)
-    return found if abs(found) >= NOTHING else f32(0)
+        if abs(peek(x, i)) > abs(extreme):
+            extreme = peek(x, i)
+    return extreme if abs(extreme) >= NOTHING else f32(0)
 
 
 @part(void(i64, i64))
@@ -82,21 +82,21 @@ def codes_of(v, low, high):
 
 
 @part(void(i64, i64, i64, i64, i64, f32x16))
-def all_products(x, w, n, most, found, inverses):
+def all_products(x, w, n, most, result_sums, inverses):
     """`products` of a scale in each lane, without the codes."""
     sum_lx, sum_ll = splat(0.0), splat(0.0)
     for i in range(n):
         code = codes_of(inverses * peek(x, i), f32(-most), f32(most - 1))
         sum_lx += code * (peek(w, i) * peek(x, i))
         sum_ll += code * peek(w, i) * code
-    store(found, 0, sum_lx)
-    store(found, LANES, sum_ll)
+    store(result_sums, 0, sum_lx)
+    store(result_sums, LANES, sum_ll)
 
 
 @kernel(f32(*group))
 def even(x, w, n, most, codes):
     """The scale of a group; eighteen trials map its extreme to most - 0.9 .. most + 0.9. make_qx_quants."""
-    extreme, found = furthest(x, n), scratch(32)
+    extreme, trial_sums = furthest(x, n), scratch(32)
     if extreme == 0:
         put_zeros(codes, n)
         return f32(0)
@@ -106,9 +106,9 @@ def even(x, w, n, most, codes):
     best = scale * sum_lx
     for begin in (-9, 1):
         inverses = neg((lanes() + f32(begin)) * f32(0.1) + f32(most)) / extreme
-        all_products(x, w, n, most, found, inverses)
+        all_products(x, w, n, most, trial_sums, inverses)
         for lane in range(9):
-            sum_lx, sum_ll = peek(found, lane), peek(found, LANES + lane)
+            sum_lx, sum_ll = peek(trial_sums, lane), peek(trial_sums, LANES + lane)
             if sum_ll > 0 and sum_lx * sum_lx > best * sum_ll:
                 scale = sum_lx / sum_ll
                 best = scale * sum_lx
@@ -157,8 +157,8 @@ def best_of_nine(x, w, n, most, highest):
             error, scale = f32(0), f32(1) / by
             for i in range(n):
                 code = code_of(by * peek(x, i), -LARGEST, most)
-                off = peek(x, i) - scale * (as_byte(code) if trial == -5 else code)
-                error += peek(w, i) * off * off
+                residual = peek(x, i) - scale * (as_byte(code) if trial == -5 else code)
+                error += peek(w, i) * residual * residual
             if trial == -5 or error < best:
                 best, inverse = error, by
     return inverse
@@ -167,7 +167,7 @@ def best_of_nine(x, w, n, most, highest):
 @kernel(f32(*group))
 def above(x, w, n, most, codes):
     """The scale of a group of values above zero (hardly below), from nine trials, then by turns. make_qp_quants."""
-    highest, least = f32(0), -LARGEST
+    highest, min_code = f32(0), -LARGEST
     for i in range(n):
         highest = max(highest, peek(x, i))
     if highest < NOTHING:
@@ -177,7 +177,7 @@ def above(x, w, n, most, codes):
     sum_lx, sum_ll = f32(0), f32(0)
     for i in range(n):
         v, weight = peek(x, i), peek(w, i)
-        code = code_of(inverse * v, least, most)
+        code = code_of(inverse * v, min_code, most)
         poke(codes, i, as_byte(code))
         sum_lx += weight * v * code
         sum_ll += weight * code * code
@@ -187,7 +187,7 @@ def above(x, w, n, most, codes):
             v, weight, code = peek(x, i), peek(w, i), peek(codes, i)
             lx, ll = sum_lx - weight * v * code, sum_ll - weight * code * code
             if lx > 0 and ll > 0:
-                new = code_of(v * ll / lx, least, most)
+                new = code_of(v * ll / lx, min_code, most)
                 if new != code:
                     lx += weight * v * new
                     ll += weight * new * new
@@ -204,8 +204,8 @@ def misfit(x, w, n, codes, scale, low, sizes):
     """The weighted sum of squared differences, or of their sizes."""
     error = f32(0)
     for i in range(n):
-        off = scale * peek(codes, i) + low - peek(x, i)
-        error += peek(w, i) * (abs(off) if sizes else off * off)
+        residual = scale * peek(codes, i) + low - peek(x, i)
+        error += peek(w, i) * (abs(residual) if sizes else residual * residual)
     return error
 
 
@@ -214,16 +214,16 @@ def misfits(x, w, n, codes, scales, lows, sizes):
     """`misfit` of a trial in each lane."""
     errors = splat(0.0)
     for i in range(n):
-        off = scales * simd.load(codes, i * LANES) + lows - peek(x, i)
-        errors += splat(peek(w, i)) * (simd.absolute(off) if sizes else off * off)
+        residual = scales * simd.load(codes, i * LANES) + lows - peek(x, i)
+        errors += splat(peek(w, i)) * (simd.absolute(residual) if sizes else residual * residual)
     return errors
 
 
 @part(void(*group, f32, f32x16, f32, f32, i64))
-def tried(x, w, n, most, found, low, inverses, weight, sum_x, sizes):
-    """A trial in each lane: writes errors, scales and lows, and then the codes of each value, to `found`."""
+def tried(x, w, n, most, trial_results, low, inverses, weight, sum_x, sizes):
+    """A trial in each lane: writes errors, scales and lows, and then the codes of each value, to `trial_results`."""
     sum_l, sum_ll, sum_lx = splat(0.0), splat(0.0), splat(0.0)
-    codes = found + 3 * LANES * 4
+    codes = trial_results + 3 * LANES * 4
     for i in range(n):
         code = codes_of(inverses * (peek(x, i) - low), f32(0), f32(most))
         store(codes, i * LANES, code)
@@ -237,9 +237,9 @@ def tried(x, w, n, most, found, low, inverses, weight, sum_x, sizes):
     scales = simd.select_less(0.0, lows, sum_lx / sum_ll, scales)
     lows = simd.select_less(0.0, lows, 0.0, lows)
     errors = misfits(x, w, n, codes, scales, lows, sizes)
-    store(found, 0, simd.select_less(0.0, determinant, errors, INFINITY))
-    store(found, LANES, scales)
-    store(found, 2 * LANES, lows)
+    store(trial_results, 0, simd.select_less(0.0, determinant, errors, INFINITY))
+    store(trial_results, LANES, scales)
+    store(trial_results, 2 * LANES, lows)
 
 
 @kernel(types.UniTuple(f32, 2)(*group, f32, f32, i64, i64))
@@ -249,7 +249,7 @@ def sloped(x, w, n, most, codes, first, step, trials, sizes):
     The range of the values gets `most` codes, then in trial i most + first + i * step; of these lines through codes and
     values the one with the least weighted errors, or their sizes, is kept.
     """
-    low, high, weight, sum_x, found = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(560)
+    low, high, weight, sum_x, trial_results = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(560)
     for i in range(n):
         low, high = min(low, peek(x, i)), max(high, peek(x, i))
         weight += peek(w, i)
@@ -266,15 +266,15 @@ def sloped(x, w, n, most, codes, first, step, trials, sizes):
     number = 0
     while number <= trials:
         inverses = ((lanes() + f32(number)) * step + first + f32(most)) / (high - low)
-        tried(x, w, n, most, found, low, inverses, weight, sum_x, sizes)
+        tried(x, w, n, most, trial_results, low, inverses, weight, sum_x, sizes)
         lane, ahead = 0, min(trials + 1 - number, LANES)
-        while lane < ahead and not peek(found, lane) < best:
+        while lane < ahead and not peek(trial_results, lane) < best:
             lane += 1
         number += lane
         if lane < ahead:  # later trials begin from its lowest value
             number += 1
-            best, scale = peek(found, lane), peek(found, LANES + lane)
-            low = peek(found, 2 * LANES + lane)
+            best, scale = peek(trial_results, lane), peek(trial_results, LANES + lane)
+            low = peek(trial_results, 2 * LANES + lane)
             for i in range(n):
-                poke(codes, i, peek(found, (3 + i) * LANES + lane))
+                poke(codes, i, peek(trial_results, (3 + i) * LANES + lane))
     return scale, low

@@ -47,7 +47,7 @@ def conv(y, x, w, seq, time, step):
 
 
 @kernel(void(out2, out2, in2, in2, ids1, i64, i64))
-def filters(dw, some, dy, x, seq, time, number):
+def filters(dw, partial_sums, dy, x, seq, time, number):
     taps, channels = dw.shape
     first, last = number * CHANNELS, min(channels, (number + 1) * CHANNELS)
     for k in range(taps):
@@ -55,7 +55,7 @@ def filters(dw, some, dy, x, seq, time, number):
             store_part(address(dw, k * channels), s, splat(0.0), last - s)
     for start in range(0, len(x), SUMMED):
         for k in range(taps):
-            part_sum, whole = address(some, k * channels), address(dw, k * channels)
+            part_sum, dw_row = address(partial_sums, k * channels), address(dw, k * channels)
             for s in range(first, last, LANES):
                 store_part(part_sum, s, splat(0.0), last - s)
             for row in range(start, min(len(x), start + SUMMED)):
@@ -64,18 +64,18 @@ def filters(dw, some, dy, x, seq, time, number):
                     of_y, of_x = address(dy, row * channels), address(x, other * channels)
                     for s in range(first, last, LANES):
                         left = last - s
-                        more = load_part(of_y, s, left), load_part(of_x, s, left)
-                        total = simd.fma(more[0], more[1], load_part(part_sum, s, left))
+                        factors = load_part(of_y, s, left), load_part(of_x, s, left)
+                        total = simd.fma(factors[0], factors[1], load_part(part_sum, s, left))
                         store_part(part_sum, s, total, left)
             for s in range(first, last, LANES):
-                total = load_part(whole, s, last - s) + load_part(part_sum, s, last - s)
-                store_part(whole, s, total, last - s)
+                total = load_part(dw_row, s, last - s) + load_part(part_sum, s, last - s)
+                store_part(dw_row, s, total, last - s)
 
 
 @kernel(void(out2, out2, in2, in2, ids1, i64))
-def conv_back_w(dw, some, dy, x, seq, time):
-    """The gradient of conv, of rows before, for w: dw and `some` (K, C), dy as y."""
-    each(filters, (dw, some, dy, x, seq, time), -(-dw.shape[1] // CHANNELS))
+def conv_back_w(dw, partial_sums, dy, x, seq, time):
+    """The gradient of conv, of rows before, for w: dw and `partial_sums` (K, C), dy as y."""
+    each(filters, (dw, partial_sums, dy, x, seq, time), -(-dw.shape[1] // CHANNELS))
 
 
 @kernel(void(out2, in2, in2, ids1, i64, i64))

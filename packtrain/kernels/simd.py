@@ -52,8 +52,8 @@ def spread(builder, value, kind):
 
 def call(builder, name, kind, *args):
     """An LLVM intrinsic of that name."""
-    found = ir.FunctionType(kind, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, found, name), args)
+    function_type = ir.FunctionType(kind, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
 
 @lower_cast(types.Number, Vector)

@@ -66,10 +66,10 @@ def log_soft_max_rows(y, x, start, stop):
             for i in range(run, min(run + RUN, width), LANES):
                 lanes += simd.exp(masked(source, 0, i, width - i, f32(1.0)) - top)
             weight += f64(simd.total(lanes))
-        less = splat(f32(math.log(weight)))
+        log_sum = splat(f32(math.log(weight)))
         for i in range(0, width, LANES):
             at = row * width + i
-            store_part(y, at, load_part(x, at, width - i) - top - less, width - i)
+            store_part(y, at, load_part(x, at, width - i) - top - log_sum, width - i)
 
 
 @kernel(void(out2, in2))

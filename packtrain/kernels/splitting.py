@@ -45,10 +45,10 @@ def code_at(raw, at):
 
 @part(i64(u8, i64, i64))
 def hash_of(raw, start, stop):
-    found = i64(BASIS)
+    hash_value = i64(BASIS)
     for i in range(start, stop):
-        found = (found ^ i64(raw[i])) * PRIME
-    return found ^ (found >> 32)
+        hash_value = (hash_value ^ i64(raw[i])) * PRIME
+    return hash_value ^ (hash_value >> 32)
 
 
 @part(i64(i64))
@@ -70,10 +70,10 @@ def classify(raw, at, classes, out):
     """Write the class of each byte from `at` on; returns where a character has none, or the length."""
     while at < len(raw):
         code = code_at(raw, at)
-        found = classes[code]
-        if found == UNKNOWN:
+        char_class = classes[code]
+        if char_class == UNKNOWN:
             return at
-        out[at] = found
+        out[at] = char_class
         end = at + width_at(raw, at)
         for i in range(at + 1, end):
             out[i] = INSIDE
@@ -90,7 +90,7 @@ def split(symbols, steps, first, before, count, ends):
     start, total = 0, 0
     for n in range(count):
         stop = i64(before[n])
-        begun = start  # of what lies between words
+        gap_start = start  # of what lies between words
         while start < stop:
             state, at, end = first, start, start
             while True:
@@ -102,17 +102,17 @@ def split(symbols, steps, first, before, count, ends):
                     break
                 at += 1
             if end > start:
-                if begun < start:
+                if gap_start < start:
                     ends[total] = start
                     total += 1
                 ends[total] = end
                 total += 1
-                begun = start = end
+                gap_start = start = end
             else:
                 start += 1
                 while start < stop and symbols[start] == INSIDE:
                     start += 1
-        if begun < stop:
+        if gap_start < stop:
             ends[total] = stop
             total += 1
     return total
@@ -127,7 +127,7 @@ def threes(symbols, inside, after, before, count, ends):
     start, total = 0, 0
     for n in range(count):
         stop = i64(before[n])
-        at = begun = start
+        at = part_start = start
         while at < stop:
             if not inside[symbols[at]]:
                 at += 1
@@ -138,15 +138,15 @@ def threes(symbols, inside, after, before, count, ends):
                 end += 1
             while at < end:
                 if symbols[at] != INSIDE:
-                    if left % 3 == 0 and at > begun and (at > first or not after):
-                        ends[total] = begun = at
+                    if left % 3 == 0 and at > part_start and (at > first or not after):
+                        ends[total] = part_start = at
                         total += 1
                     left -= 1
                 at += 1
             if after:
-                ends[total] = begun = end
+                ends[total] = part_start = end
                 total += 1
-        if begun < stop:
+        if part_start < stop:
             ends[total] = stop
             total += 1
         start = stop

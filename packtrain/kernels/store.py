@@ -113,11 +113,11 @@ def needed(name: str) -> frozenset[str]:
 def fingerprint(name: str) -> str:
     """Hash of everything a module's code depends on: the platform and the sources, not their location."""
     parts = list(platform_parts())
-    for one in sorted(needed(name)):
-        parts += [one, (FOLDER / f"{one}.py").read_text(encoding="utf-8")]
-        if one in ROLES:
+    for module_name in sorted(needed(name)):
+        parts += [module_name, (FOLDER / f"{module_name}.py").read_text(encoding="utf-8")]
+        if module_name in ROLES:
             sources = (file.read_text(encoding="utf-8") for file in sorted(DTYPES.glob("*.py")))
-            parts.append(of_role("\n".join(sources), ROLES[one]))
+            parts.append(of_role("\n".join(sources), ROLES[module_name]))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -172,11 +172,11 @@ def kept() -> dict[str, str]:
     """The fingerprints of all modules, if they have been kept."""
     for root in roots():
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            found = json.loads((root / kept_name()).read_text())
-            if isinstance(found, dict) and all(
-                FINGERPRINT.fullmatch(str(found.get(n))) for n in MADE_OF
+            fingerprints = json.loads((root / kept_name()).read_text())
+            if isinstance(fingerprints, dict) and all(
+                FINGERPRINT.fullmatch(str(fingerprints.get(n))) for n in MADE_OF
             ):
-                return found
+                return fingerprints
     return {}
 
 
@@ -223,12 +223,14 @@ def target() -> Path:
     """Where to compile missing modules to: the usual folder, one that later commands find, or a temporary one."""
     if given:
         return given
-    usual = cache_root() / "kernels"
-    found = next((root for root in (usual, *own_folder(make=True)) if refusal(root) is None), None)
-    found = found or writable(usual)
-    if found not in roots():
-        roots().append(found)
-    return found
+    default_folder = cache_root() / "kernels"
+    folder = next(
+        (root for root in (default_folder, *own_folder(make=True)) if refusal(root) is None), None
+    )
+    folder = folder or writable(default_folder)
+    if folder not in roots():
+        roots().append(folder)
+    return folder
 
 
 def complete(name: str) -> Path | None:
@@ -253,8 +255,8 @@ def folder_of(name: str) -> Path:
 
 def missing(names: Collection[str]) -> list[str]:
     """Those of these modules, and of the modules that they need, that are not compiled."""
-    wanted = frozenset[str]().union(*(needed(name) for name in names))
-    return [name for name in modules() if name in wanted and complete(name) is None]
+    required = frozenset[str]().union(*(needed(name) for name in names))
+    return [name for name in modules() if name in required and complete(name) is None]
 
 
 def sweep(root: Path) -> None:

@@ -127,33 +127,33 @@ def merge(count, raw, vocabulary, scratch):
 
     An entry of the heap, order << 32 | part, is stale if the pair that begins there now has another order.
     """
-    room, found, heap = scratch
+    room, pair_prices, heap = scratch
     size = 0
-    found[count - 1] = NONE
+    pair_prices[count - 1] = NONE
     for i in range(count - 1):
-        found[i] = price(i, raw, vocabulary, room)
-        if found[i] != NONE:
-            size = push(heap, size, found[i] & ~LOW | i)
+        pair_prices[i] = price(i, raw, vocabulary, room)
+        if pair_prices[i] != NONE:
+            size = push(heap, size, pair_prices[i] & ~LOW | i)
     while size:
         key = heap[0]
         size = pop(heap, size)
         i = key & LOW
-        if found[i] == NONE or found[i] >> 32 != key >> 32:
+        if pair_prices[i] == NONE or pair_prices[i] >> 32 != key >> 32:
             continue
         j = i64(room[AFTER, i])
         after = i64(room[AFTER, j])
-        room[PARTS, i], room[AFTER, i] = found[i] & LOW, after
-        found[i] = found[j] = NONE
+        room[PARTS, i], room[AFTER, i] = pair_prices[i] & LOW, after
+        pair_prices[i] = pair_prices[j] = NONE
         if after < count:
             room[BEFORE, after] = i
-            found[i] = price(i, raw, vocabulary, room)
-            if found[i] != NONE:
-                size = push(heap, size, found[i] & ~LOW | i)
+            pair_prices[i] = price(i, raw, vocabulary, room)
+            if pair_prices[i] != NONE:
+                size = push(heap, size, pair_prices[i] & ~LOW | i)
         before = i64(room[BEFORE, i])
         if before >= 0:
-            found[before] = price(before, raw, vocabulary, room)
-            if found[before] != NONE:
-                size = push(heap, size, found[before] & ~LOW | before)
+            pair_prices[before] = price(before, raw, vocabulary, room)
+            if pair_prices[before] != NONE:
+                size = push(heap, size, pair_prices[before] & ~LOW | before)
 
 
 @part(i64(u8, i64, i64, given, boolean, int_rows), forceinline=False)
@@ -253,17 +253,17 @@ def encode(
                 ids[total + k] = kept[slot, IDS + k]
             total += kept[slot, COUNT]
         else:
-            known = i64(NONE)
+            token_id = i64(NONE)
             if whole == WORDS or (whole == LINES and raw[start] == LINE):
-                known = find_string(raw, start, stop, vocabulary[0])
-            if not NONE < known < tokens:
+                token_id = find_string(raw, start, stop, vocabulary[0])
+            if not NONE < token_id < tokens:
                 total = word(
                     raw, start, stop, vocabulary, tokens, unknown, letters, scratch, ids, total
                 )
                 if total == NONE:
                     return i64(NONE)
             else:
-                ids[total] = known
+                ids[total] = token_id
                 total += 1
             keep(raw, start, stop, ids, before, total, kept_text, kept, slot)
         start = stop

@@ -33,8 +33,8 @@ def round_at_random(w, part, key, first, n):
     have no addition, so the random ones are negated.
     """
     for i in range(0, n, LANES):
-        less = to_bits(uniform(key, first + i) * -65536.0)
-        rounded = (words_at(part, i) - less) >> 16
+        noise_bits = to_bits(uniform(key, first + i) * -65536.0)
+        rounded = (words_at(part, i) - noise_bits) >> 16
         if n - i >= LANES:
             put_shorts(w, i, rounded)
         else:
@@ -45,7 +45,7 @@ def round_at_random(w, part, key, first, n):
 
 @kernel(void(i64, in1, out1, out1, in1, f32, f32, i64, i64))
 def adamw_span(w, g, m, v, hyper, decay, gate, start, stop):
-    kept = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[4]) * decay))
+    decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[4]) * decay))
     rate = splat(f32(-f64(hyper[0]) / f64(hyper[5])))
     root = splat(f32(1.0 / math.sqrt(f64(hyper[6]))))
     beta1, rest1 = splat(hyper[1]), splat(f32(1.0 - f64(hyper[1])))
@@ -59,7 +59,7 @@ def adamw_span(w, g, m, v, hyper, decay, gate, start, stop):
         step = first / fma(sqrt(second), root, eps)
         simd.store_part(m, i, first, left)
         simd.store_part(v, i, second, left)
-        simd.store_part(w, i, fma(rate, step, load_part(w, i, left) * kept), left)
+        simd.store_part(w, i, fma(rate, step, load_part(w, i, left) * decay_factor), left)
 
 
 @kernel(void(i64, bytes1, in1, out1, out1, in1, f32, f32, i64, i64, i64))
@@ -100,11 +100,11 @@ def adamw(kind, w, g, m, v, hyper, decay, gate, key):
 
 @kernel(void(i64, in1, in1, f32, f32, i64, i64))
 def sgd_span(w, g, hyper, decay, gate, start, stop):
-    kept = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[1]) * decay))
+    decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[1]) * decay))
     rate = splat(-hyper[0] * gate)
     for i in range(start, stop, LANES):
         left = stop - i
-        w_new = fma(rate, load_part(g, i, left), load_part(w, i, left) * kept)
+        w_new = fma(rate, load_part(g, i, left), load_part(w, i, left) * decay_factor)
         simd.store_part(w, i, w_new, left)
 
 
@@ -141,11 +141,11 @@ def sgd(kind, w, g, hyper, decay, gate, key):
 
 @kernel(void(out1, in1, f32, f32, i64, i64))
 def momentum_span(b, g, momentum, gate, start, stop):
-    kept, factor = splat(momentum), splat(gate)
+    momentum_factor, factor = splat(momentum), splat(gate)
     for i in range(start, stop, LANES):
         left = stop - i
         simd.store_part(
-            b, i, fma(load_part(b, i, left), kept, load_part(g, i, left) * factor), left
+            b, i, fma(load_part(b, i, left), momentum_factor, load_part(g, i, left) * factor), left
         )
 
 
@@ -164,11 +164,11 @@ def combine_span(p, g, s, y, c, start, stop):
     m, n = s.shape
     for i in range(start, stop, LANES):
         left = stop - i
-        along = load_part(g, i, left) * splat(c[0])
+        direction = load_part(g, i, left) * splat(c[0])
         for k in range(m):
-            along = fma(load_part(address(s, k * n), i, left), splat(c[1 + k]), along)
-            along = fma(load_part(address(y, k * n), i, left), splat(c[1 + m + k]), along)
-        simd.store_part(p, i, along, left)
+            direction = fma(load_part(address(s, k * n), i, left), splat(c[1 + k]), direction)
+            direction = fma(load_part(address(y, k * n), i, left), splat(c[1 + m + k]), direction)
+        simd.store_part(p, i, direction, left)
 
 
 @kernel(void(out1, in1, in2, in2, in1))
@@ -210,12 +210,12 @@ def products_at(z, g, s, y, at):
     row, column = at // (m + 1), at % (m + 1)
     other = address(g, 0) if column == 0 else address(y, (column - 1) * n)
     if row == 0:
-        one = address(g, 0)
+        vector = address(g, 0)
     elif row <= m:
-        one = address(s, (row - 1) * n)
+        vector = address(s, (row - 1) * n)
     else:
-        one = address(y, (row - 1 - m) * n)
-    z[at] = f32(z[at] + dot(one, other, n))
+        vector = address(y, (row - 1 - m) * n)
+    z[at] = f32(z[at] + dot(vector, other, n))
 
 
 @kernel(void(out1, in1, in2, in2))

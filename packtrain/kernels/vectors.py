@@ -31,10 +31,10 @@ def add_scaled(to, source, by, size):
 
 @part(f64(i64, i64, i64))
 def dot(a, b, size):
-    found = splat(0.0)
+    dot_sums = splat(0.0)
     for s in range(0, size, LANES):
-        found = fma(load_part(a, s, size - s), load_part(b, s, size - s), found)
-    return f64(simd.total(found))
+        dot_sums = fma(load_part(a, s, size - s), load_part(b, s, size - s), dot_sums)
+    return f64(simd.total(dot_sums))
 
 
 @part(i64(ids1, i64, i64))

@@ -34,13 +34,13 @@ def shown(builder, score, places, i, *key):
     """Scores of queries i .. i + 15, -inf where masked, of a key's position and sequence."""
     base = builder.inttoptr(places, POINTER)
     position, sequence = (simd.spread(builder, builder.trunc(k, I32), BITS) for k in key)
-    found = None
+    is_visible = None
     for number, (sign, value) in enumerate((("<=", position), ("==", sequence), (">=", position))):
         spot = at(builder, base, I64(number), I64(QUERIES), i)
         holds = builder.icmp_signed(sign, value, builder.load(spot, typ=BITS, align=4))
-        found = holds if found is None else builder.and_(found, holds)
+        is_visible = holds if is_visible is None else builder.and_(is_visible, holds)
     hidden = ir.Constant(VECTOR, [-INFINITY] * LANES)
-    return builder.select(found, score, hidden)
+    return builder.select(is_visible, score, hidden)
 
 
 @part(i64(i64, i64))
@@ -113,8 +113,8 @@ def sight(span, k_pos, k_seq, b, first, count):
             start, stop = min(start, i64(k_seq[b, j])), max(stop, i64(k_seq[b, j]))
     if low > high_pos or start > high_seq or stop < low_seq or high < earliest(low_pos, window):
         return NO
-    near = high <= low_pos and low >= earliest(high_pos, window)
-    return ALL if near and start == stop == low_seq == high_seq else SOME
+    is_all_visible = high <= low_pos and low >= earliest(high_pos, window)
+    return ALL if is_all_visible and start == stop == low_seq == high_seq else SOME
 
 
 @kernel(types.void(i64, i64, i64, ids2, ids2, i64, i64, i64))

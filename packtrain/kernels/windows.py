@@ -84,12 +84,12 @@ def pool_span(largest, y, x, sizes, start, stop):
     for plane in range(start, stop):
         for i in range(oh):
             for j in range(ow):
-                found = f32(-3.4028235e38) if largest else f32(0.0)
+                pooled = f32(-3.4028235e38) if largest else f32(0.0)
                 for row in range(max(i * sh - ph, 0), min(i * sh - ph + kh, h)):
                     for column in range(max(j * sw - pw, 0), min(j * sw - pw + kw, w)):
                         value = x[(plane * h + row) * w + column]
-                        found = max(found, value) if largest else found + value
-                y[(plane * oh + i) * ow + j] = found if largest else found / f32(kh * kw)
+                        pooled = max(pooled, value) if largest else pooled + value
+                y[(plane * oh + i) * ow + j] = pooled if largest else pooled / f32(kh * kw)
 
 
 @kernel(void(flag, out1, in1, i64, ids1))

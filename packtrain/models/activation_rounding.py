@@ -26,9 +26,9 @@ def rounded(config: Config, x: Tensor, w: Tensor) -> Tensor:
 def product(config: Config, x: Tensor, w: Tensor, acc: Tensor | None = None) -> Tensor:
     """x @ w.T (+ acc)."""
     if config.activations == Q8 and w.dtype in ROUNDABLE:
-        few = x.spec.size <= FEW_ROWS * x.shape[-1]
+        is_small = x.spec.size <= FEW_ROWS * x.shape[-1]
         # where products in integers are not faster, more are rounded and multiplied in f32; this is asked
         # last: what the CPU has is LLVM's to say, which takes megabytes to load
-        if few or (config.precision == F32 and multiplies_many()):
+        if is_small or (config.precision == F32 and multiplies_many()):
             return ops.matmul_rounded(x, w, acc)
     return ops.matmul(rounded(config, x, w), w, acc, precision=config.precision)

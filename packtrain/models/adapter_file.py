@@ -71,10 +71,10 @@ def read_adapter(path: str | Path) -> Adapter:
     """The adapter in a GGUF file. Raises InputError for what llama.cpp would refuse or silently ignore."""
     gguf = GGUF(path)
     values = gguf.metadata
-    for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
-        found = values.get(key)
-        if not isinstance(found, str) or found != wanted:
-            raise InputError(f"{path}: {key} is {found!r}; in an adapter it must be {wanted!r}")
+    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
+        actual = values.get(key)
+        if not isinstance(actual, str) or actual != expected:
+            raise InputError(f"{path}: {key} is {actual!r}; in an adapter it must be {expected!r}")
     if INVOCATION in values:
         raise InputError(
             f"{path}: {INVOCATION} is present; adapters activated by tokens (aLoRA) are not supported"
@@ -120,9 +120,9 @@ def _half(gguf: GGUF, name: str) -> np.ndarray:
             f"{gguf.path}: tensor {name} is missing; halves of an adapter come in pairs"
         )
     if entry.dtype not in READABLE or not 2 <= len(entry.shape) <= 3 or 0 in entry.shape:
-        wanted = f"a matrix of {', '.join(map(str, READABLE))}"
+        requirement = f"a matrix of {', '.join(map(str, READABLE))}"
         raise InputError(
-            f"{gguf.path}: {name} is {entry.dtype}{[*entry.shape]}; it must be {wanted}"
+            f"{gguf.path}: {name} is {entry.dtype}{[*entry.shape]}; it must be {requirement}"
         )
     stored = gguf.array(name)
     values = stored if entry.dtype is f32 else dequantize(stored)

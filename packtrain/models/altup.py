@@ -16,8 +16,10 @@ TINY = 1e-20  # added to mean squares, whose roots have slopes everywhere then
 
 def spread(config: Config, w: Weights, h: Tensor) -> Tensor:
     """The streams of embeddings h (..., C): h, and products with h that are as long as it."""
-    made = [like(_turned(config, w, STREAMS_IN, n, h), h) for n in range(config.traits.streams - 1)]
-    return named("streams", stacked([h, *made]))
+    projections = [
+        like(_turned(config, w, STREAMS_IN, n, h), h) for n in range(config.traits.streams - 1)
+    ]
+    return named("streams", stacked([h, *projections]))
 
 
 def merged(config: Config, w: Weights, h: Tensor) -> Tensor:

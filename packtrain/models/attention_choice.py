@@ -18,14 +18,14 @@ FLASH = (
 
 
 def with_flash(
-    config: Config, mode: str, target: Target, say: Callable[[str], None], cache: Dtype | None
+    config: Config, mode: str, target: Target, report: Callable[[str], None], cache: Dtype | None
 ) -> Config:
     """The config with the attention that is asked for, of a cache of this type, or of a batch. Raises InputError."""
     lacking = "" if mode == OFF else missing(config, target, cache)
     if lacking and mode == ON:
         raise InputError(f"--flash-attn on: {lacking}")
     if lacking or mode == OFF:
-        say(f"attention is written out: {lacking or '--flash-attn off'}")
+        report(f"attention is written out: {lacking or '--flash-attn off'}")
     return replace(config, flash=not (lacking or mode == OFF))
 
 
@@ -35,8 +35,8 @@ def missing(config: Config, target: Target, cache: Dtype | None) -> str:
         call = y.call
         for backend in backends(config, target, cache):
             if call is not None and backend.kernel(call.op, call.inputs) is None:
-                given = ", ".join(str(t.spec) for t in call.inputs[:3] if t is not None)
-                return f"{backend.name} has no {call.op.name} of {given}"
+                operands = ", ".join(str(t.spec) for t in call.inputs[:3] if t is not None)
+                return f"{backend.name} has no {call.op.name} of {operands}"
     return ""
 
 
@@ -51,12 +51,15 @@ def backends(config: Config, target: Target, cache: Dtype | None) -> list[Backen
 def asked(config: Config, cache: Dtype | None) -> list[Tensor]:
     """Calls of one token that attends to one; nothing is allocated."""
     heads, kv, d = config.head_count, config.kv_heads_of(0), config.width_of(0)
-    one, sinks = input("one", (1,), i32), input("sinks", (heads,)) if config.traits.sinks else None
+    index, sinks = (
+        input("one", (1,), i32),
+        input("sinks", (heads,)) if config.traits.sinks else None,
+    )
     if cache is not None:
         kv, d = config.cached_heads(0)
         q, order = input("q", (1, heads, d)), input("order", (1, 1), i32)
         k, v = (state(name, (1, kv, d), cache) for name in "kv")
-        return [ops.attention_cells(q, k, v, one, one, order, one, one, sinks, scale=1.0)]
+        return [ops.attention_cells(q, k, v, index, index, order, index, index, sinks, scale=1.0)]
     q, k, v = (input(n, (1, 1, count, d), f32) for n, count in (("q", heads), ("k", kv), ("v", kv)))
     y, lse = ops.attention(q, k, v, None, None, None, None, None, sinks, scale=1.0)
     return [y, ops.attention_back(q, y, lse, q, k, v, scale=1.0)[0]]

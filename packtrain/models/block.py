@@ -63,10 +63,10 @@ def low_rank(part: Block, x: Tensor) -> Tensor:
 def embedded(part: Block, h: Tensor, embeddings: Tensor) -> Tensor:
     """What the block makes of its own embeddings of the tokens, gated by h (..., C). Google, Gemma 3n."""
     axis = len(embeddings.shape) - 2
-    own = ops.cont(ops.narrow(embeddings, axis=axis, start=part.number, length=1))
+    block_embedding = ops.cont(ops.narrow(embeddings, axis=axis, start=part.number, length=1))
     gate = part.saved(part.linear("inp_gate", part.saved(h)))
-    own = ops.reshape(own, shape=gate.shape)
-    y = part.saved(part.named("inp_gated", ops.geglu(gate, own)))
+    block_embedding = ops.reshape(block_embedding, shape=gate.shape)
+    y = part.saved(part.named("inp_gated", ops.geglu(gate, block_embedding)))
     return part.norm("post_norm", part.saved(part.linear("proj", y)))
 
 
@@ -89,8 +89,10 @@ def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
         qk = part.norm_heads(qk)
     rope = config.rope_of(i)
     if rope is not None:
-        turned = zip("qk", qk, tables[rope], strict=False)
-        qk = [part.named(f"{n}_rope", ops.rope(x, t, neox=traits.halves)) for n, x, t in turned]
+        rope_inputs = zip("qk", qk, tables[rope], strict=False)
+        qk = [
+            part.named(f"{n}_rope", ops.rope(x, t, neox=traits.halves)) for n, x, t in rope_inputs
+        ]
         if config.plain_norms:
             qk = [ops.rms_norm(part.saved(x), eps=config.rms_eps) for x in qk]
     elif traits.warmth:
@@ -99,8 +101,8 @@ def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
         qk = part.norm_heads(qk)
     sinks = part.weight("attn_sinks") if traits.sinks else None
     q, *k = map(part.saved, qk)
-    own = (k[0], part.saved(v)) if k and v is not None else (None, None)
-    y = mixer.attend(i, q, own[0], own[1], sinks)
+    new_kv = (k[0], part.saved(v)) if k and v is not None else (None, None)
+    y = mixer.attend(i, q, new_kv[0], new_kv[1], sinks)
     if gate is not None:
         share = ops.sigmoid(part.saved(ops.cont(gate)))
         y = ops.mul(part.saved(y), part.named("attn_gated", share))
@@ -143,9 +145,13 @@ def beside(part: Block, x: Tensor, h: Tensor) -> Tensor:
     eps, by = part.config.rms_eps, part.config.embedding_length**-0.5
     y = part.linear("ffn_down", part.saved(gated(part, x)))
     y = part.norm("post_ffw_norm_1", part.saved(y))
-    read = ops.mul(ops.rms_norm(part.saved(h), eps=eps), part.weight("ffn_gate_inp", "scale"))
-    own = part.saved(part.norm("pre_ffw_norm_2", h))
-    z = part.named("ffn_experts", mixture(part, own, None, part.saved(ops.scale(read, by=by))))
+    router_input = ops.mul(
+        ops.rms_norm(part.saved(h), eps=eps), part.weight("ffn_gate_inp", "scale")
+    )
+    expert_input = part.saved(part.norm("pre_ffw_norm_2", h))
+    z = part.named(
+        "ffn_experts", mixture(part, expert_input, None, part.saved(ops.scale(router_input, by=by)))
+    )
     y = ops.add(y, part.norm("post_ffw_norm_2", part.saved(z)))
     return ops.add(part.norm("post_ffw_norm", part.saved(y)), h)
 
@@ -193,8 +199,8 @@ def mixture(part: Block, x: Tensor, h: Tensor | None, read: Tensor | None = None
         names = {**names, "gate": "ffn_gate_up_exps"}
         del names["up"]
     w = {short: part.weight(name) for short, name in names.items()}
-    found = {short: part.low(name) for short, name in names.items()}
-    low = {short: addition for short, addition in found.items() if addition is not None}
+    adapters = {short: part.low(name) for short, name in names.items()}
+    low = {short: addition for short, addition in adapters.items() if addition is not None}
     biases = {
         short: part.weight(name, "bias")
         for short, name in names.items()

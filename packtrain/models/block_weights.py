@@ -17,7 +17,7 @@ Attend = Callable[[int, Tensor, Tensor | None, Tensor | None, Tensor | None], Te
 Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
 
 
-def _none(*given: object) -> Tensor:
+def _none(*args: object) -> Tensor:
     raise NotImplementedError("the model has convolutions or scans")
 
 
@@ -49,8 +49,8 @@ class Part:
 
     def weight(self, name: str, kind: str = "weight") -> Tensor:
         """A weight, or its rows in a fused one."""
-        whole, start, length = self.config.slices.get(name, (name, 0, None))
-        leaf = self.w[f"blk.{self.number}.{whole}.{kind}"]
+        full_name, start, length = self.config.slices.get(name, (name, 0, None))
+        leaf = self.w[f"blk.{self.number}.{full_name}.{kind}"]
         return leaf if length is None else ops.narrow(leaf, axis=0, start=start, length=length)
 
     def _within(self, name: str) -> str:
@@ -66,21 +66,21 @@ class Part:
 
     def _added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """y plus the output of the weight's LoRA adapter for x, if it has one."""
-        found, lora = self.low(name), self.config.lora
-        if found is None or lora is None:
+        adapter, lora = self.low(name), self.config.lora
+        if adapter is None or lora is None:
             return y
-        a, b, by, drop = found
-        how, rows = self.config.precision, self.w.get(lora.input_of(self.whole(name)))
-        low = ops.matmul(drop(x), a, precision=how)
+        a, b, by, drop = adapter
+        precision, rows = self.config.precision, self.w.get(lora.input_of(self.whole(name)))
+        low = ops.matmul(drop(x), a, precision=precision)
         low = ops.scale(low, by=by) if rows is None else ops.mul(low, rows)
-        return ops.matmul(low, b, y, precision=how)
+        return ops.matmul(low, b, y, precision=precision)
 
     def _stored(self, name: str, x: Tensor, acc: Tensor | None) -> Tensor | None:
         """The product with weight and adapter as one matrix in the weight's blocks; None if it is not wanted so."""
-        found, lora, w = self.low(name), self.config.lora, self.weight(name)
-        if found is None or lora is None or not lora.aware or w.dtype not in RECODABLE:
+        adapter, lora, w = self.low(name), self.config.lora, self.weight(name)
+        if adapter is None or lora is None or not lora.aware or w.dtype not in RECODABLE:
             return None
-        (a, b, by, _), first = found, self.config.slices.get(name, (name, 0, None))[1]
+        (a, b, by, _), first = adapter, self.config.slices.get(name, (name, 0, None))[1]
         both = ops.stored_sum(w, a, b, by=by, first=first)
         return ops.matmul_stored(x, both, a, b, acc, by=by, precision=self.config.precision)
 
@@ -90,14 +90,14 @@ class Part:
 
     def low(self, name: str) -> Low | None:
         """A, B and scale of a weight's LoRA adapter, and its dropout function; None if it has none."""
-        whole = self.whole(name)
-        a, lora = self.w.get(whole + A), self.config.lora
+        full_name = self.whole(name)
+        a, lora = self.w.get(full_name + A), self.config.lora
         if a is None or lora is None:
             return None
 
         def drop(x: Tensor) -> Tensor:
             p = lora.dropout
-            return ops.dropout(x, self.w[KEY], p=p, stream=noise(whole)) if p else x
+            return ops.dropout(x, self.w[KEY], p=p, stream=noise(full_name)) if p else x
 
         return a, self.weight(name, f"weight{B}"), lora.scale(a.shape[-2]), drop
 

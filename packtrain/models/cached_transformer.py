@@ -55,14 +55,14 @@ class Cache:
 
     def states(self, config: Config) -> dict[str, Tensor]:
         """The states of scans: each sequence has one of each block, and there is room to write the next."""
-        found, scan, count = {}, config.scan, STATES * self.sequences
+        states, scan, count = {}, config.scan, STATES * self.sequences
         for i in range(config.block_count):
             if scan is not None and config.scans(i):
                 sizes = scan.heads, scan.inner // scan.heads, scan.state
-                found[f"s.{i}"] = state(f"cache.s.{i}", (count, *sizes), f32, "cache")
-                kept = count, scan.taps - 1, scan.convolved
-                found[f"c.{i}"] = state(f"cache.c.{i}", kept, f32, "cache")
-        return found
+                states[f"s.{i}"] = state(f"cache.s.{i}", (count, *sizes), f32, "cache")
+                conv_shape = count, scan.taps - 1, scan.convolved
+                states[f"c.{i}"] = state(f"cache.c.{i}", conv_shape, f32, "cache")
+        return states
 
     def leaf(self, config: Config, name: str, i: int) -> Tensor:
         """The keys (name k), the values (v) or the inputs of the convolution (x) of block i."""
@@ -80,7 +80,13 @@ class Cache:
 
 
 def generation(
-    config: Config, w: Weights, time: int, cache: Cache, wanted: int = 1, *, hidden: bool = False
+    config: Config,
+    w: Weights,
+    time: int,
+    cache: Cache,
+    num_logits: int = 1,
+    *,
+    hidden: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits (wanted, V) for `time` new tokens of any sequences, and the updated cache handles.
 
@@ -98,13 +104,13 @@ def generation(
     exact = replace(config, precision="f32")
     config = config if time > EXACT else exact
     tokens, pos, line = (input(n, (time,), i32) for n in ("tokens", "pos", "line"))
-    wanted_rows, handles = input("rows", (wanted,), i32), list[Tensor]()
+    logit_rows, handles = input("rows", (num_logits,), i32), list[Tensor]()
     if config.lora is not None:
         scales = config.lora.inputs().items()
         w = {**w, **{name: input(name, (time, len(owners))) for owners, name in scales}}
     mixer = in_cells(config, cache, pos, line, handles)
     *_, h = transformer.stream(config, w, tokens, pos, mixer, cache.context)
-    last = ops.get_rows(h, wanted_rows)
+    last = ops.get_rows(h, logit_rows)
     return output_norm(exact, w, last) if hidden else logits(exact, w, last), handles
 
 
@@ -115,32 +121,34 @@ def in_cells(
     (time,) = pos.shape
     places = {pool: places_of(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
-    near = "ring_" if cache.ring else "cell_"
-    before = input(f"{near}before", (time, config.conv_width), i32) if config.conv_width else pos
+    prefix = "ring_" if cache.ring else "cell_"
+    before = input(f"{prefix}before", (time, config.conv_width), i32) if config.conv_width else pos
 
     def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
-        handles.extend(ops.set_rows(cache.leaf(config, "x", i), x, places[near][0]))
+        handles.extend(ops.set_rows(cache.leaf(config, "x", i), x, places[prefix][0]))
         return ops.short_conv_cells(handles[-1], filters, before)
 
     states = cache.states(config)
     count = lines(time, cache.sequences)
-    ends = [input(f"state_{name}", (count,), i32) for name in ("from", "to")] if states else []
+    state_slots = (
+        [input(f"state_{name}", (count,), i32) for name in ("from", "to")] if states else []
+    )
 
     def filter(i: int, x: Tensor, filters: Tensor) -> Tensor:
-        handle, y = ops.short_conv_states(states[f"c.{i}"], x, filters, line, *ends)
+        handle, y = ops.short_conv_states(states[f"c.{i}"], x, filters, line, *state_slots)
         handles.append(handle)
         return y
 
     def scan(i: int, x: Tensor, delta: Tensor, a: Tensor, skip: Tensor) -> Tensor:
-        given = x, delta, a, skip, line, *ends
+        args = x, delta, a, skip, line, *state_slots
         groups = transformer.scan_rule(config)["groups"]
-        handle, y = ops.ssm_scan_cells(states[f"s.{i}"], *given, groups=groups)
+        handle, y = ops.ssm_scan_cells(states[f"s.{i}"], *args, groups=groups)
         handles.append(handle)
         return y
 
     def delta(i: int, x: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        given = x, decay, beta, line, *ends
-        handle, y = ops.delta_rule_cells(states[f"s.{i}"], *given, **delta_rule(config))
+        args = x, decay, beta, line, *state_slots
+        handle, y = ops.delta_rule_cells(states[f"s.{i}"], *args, **delta_rule(config))
         handles.append(handle)
         return y
 
@@ -154,24 +162,24 @@ def _attending(
 ) -> Attend:  # fmt: skip
     """Attention of new tokens, at their positions and lines."""
     pos, line = at
-    made = dict[int, list[Tensor]]()
+    kv_handles = dict[int, list[Tensor]]()
 
     def attend(
         i: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        cell, cell_pos, *own = places[cache.pool(config, i)]
+        cell, cell_pos, *seq_inputs = places[cache.pool(config, i)]
         for name, x in (("k", k), ("v", v)):
             if x is not None:
                 handles.extend(ops.set_rows(cache.leaf(config, name, i), x, cell))
-                made.setdefault(i, []).append(handles[-1])
-        there = made[config.source_of(i)]
-        k, v = there[0], there[-1]
+                kv_handles.setdefault(i, []).append(handles[-1])
+        source_kv = kv_handles[config.source_of(i)]
+        k, v = source_kv[0], source_kv[-1]
         rule = rule_of(config, i)
         if config.flash:
-            order, counts = own
+            order, counts = seq_inputs
             y = ops.attention_cells(q, k, v, pos, line, order, counts, cell_pos, sinks, **rule)
         else:
-            (seen,) = own
+            (seen,) = seq_inputs
             y = unfused_attention.attention_cells(q, k, v, pos, line, seen, cell_pos, sinks, **rule)
         return named(f"blk.{i}.attn", y)
 
@@ -182,9 +190,16 @@ def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> T
     """Losses (count,) of `targets` (count,) after `x` (count, C), what the last norm gives; `weights` are not used."""
     x = rounded(config, for_head(config, input("x", (count, config.embedding_length))), head(w))
     targets, weights = input("targets", (count,), i32), input("weights", (count,))
-    cap, how = config.final_softcap, config.precision
+    cap, precision = config.final_softcap, config.precision
     _, losses, *_ = ops.linear_cross_entropy(
-        x, head(w), targets, weights, w.get(HEAD_BIAS), chunk=chunk, softcap=cap, precision=how
+        x,
+        head(w),
+        targets,
+        weights,
+        w.get(HEAD_BIAS),
+        chunk=chunk,
+        softcap=cap,
+        precision=precision,
     )
     return losses
 

@@ -49,18 +49,18 @@ class RopeScaling:
         """
         if self.type != "yarn":
             return self.attn_factor
-        whole = _growth(self.factor, 1.0)
+        growth = _growth(self.factor, 1.0)
         if self.log_multiplier:
-            whole = 1.0 if latent else whole / _growth(self.factor, self.log_multiplier)
-        return self.attn_factor * whole * _log_growth(divisor) / _log_growth(self.factor)
+            growth = 1.0 if latent else growth / _growth(self.factor, self.log_multiplier)
+        return self.attn_factor * growth * _log_growth(divisor) / _log_growth(self.factor)
 
     @property
     def attention_growth(self) -> float:
         """What queries and keys from narrow vectors are multiplied by in scores: deepseek2.cpp."""
-        whole = _log_growth(self.divisor) if self.type != "yarn" else 1.0
+        log_growth = _log_growth(self.divisor) if self.type != "yarn" else 1.0
         # the key has a tenth of the multiplier
         longer = 1.0 + self.log_multiplier * math.log(self.divisor)
-        return self.magnitude(self.divisor, True) * whole * longer
+        return self.magnitude(self.divisor, True) * log_growth * longer
 
     def blend(
         self, dims: int, base: float, context: int, truncate: bool = True
@@ -199,14 +199,14 @@ class Config(Sizes):
     @property
     def chosen_sum(self) -> bool:
         """Whether the weights of the chosen experts are divided by their sum."""
-        own = self.traits.chosen_sum
-        return self.expert_weights_norm if own is None else own
+        override = self.traits.chosen_sum
+        return self.expert_weights_norm if override is None else override
 
     @property
     def sigmoids(self) -> bool:
         """Whether an expert's weight is the sigmoid of its logit."""
-        own = self.traits.sigmoids
-        return self.expert_gating_func == SIGMOID if own is None else own
+        override = self.traits.sigmoids
+        return self.expert_gating_func == SIGMOID if override is None else override
 
     @property
     def expert_groups(self) -> tuple[int, int]:
@@ -248,8 +248,8 @@ class Config(Sizes):
     def attention_scale(self) -> float:
         if self.kv_lora_rank:
             return self.rope_scaling.attention_growth**2 / math.sqrt(self.head_width)
-        usual = 1.0 if self.traits.plain_scores else self.traits.scored_width(self)
-        return self.score_scale or 1.0 / math.sqrt(usual)
+        width = 1.0 if self.traits.plain_scores else self.traits.scored_width(self)
+        return self.score_scale or 1.0 / math.sqrt(width)
 
     def near(self, block: int) -> bool:
         """Whether that block has a window, in a model with windows."""
@@ -272,8 +272,8 @@ class Config(Sizes):
 
     def feed_forward_of(self, block: int) -> int:
         """Width of its feed-forward."""
-        wide = self.feed_forward_lengths
-        return wide[block] if wide else self.feed_forward_length
+        widths = self.feed_forward_lengths
+        return widths[block] if widths else self.feed_forward_length
 
     def source_of(self, block: int) -> int:
         """The block whose keys and values it has."""
@@ -302,21 +302,25 @@ class Config(Sizes):
 
     def rope_of(self, block: int) -> Rope | None:
         """How that block rotates queries and keys, or None if it does not."""
-        traits, scaling, near = self.traits, self.rope_scaling, self.window_of(block)
-        dims = self.key_length_swa if near and self.key_length_swa else self.rope_width
+        traits, scaling, window = self.traits, self.rope_scaling, self.window_of(block)
+        dims = self.key_length_swa if window and self.key_length_swa else self.rope_width
         if not self.attends(block) or not self.turned:
             return None
         paused = traits.rope_pause and (block + 1) % traits.rope_pause == 0
-        if traits.learned_positions or paused or (traits.windows_turn and self.window and not near):
+        if (
+            traits.learned_positions
+            or paused
+            or (traits.windows_turn and self.window and not window)
+        ):
             return None
-        if traits.windows_plain and near:
+        if traits.windows_plain and window:
             return Rope(self.rope_freq_base, dims)
         base, divisor = self.rope_freq_base, scaling.divisor
-        if self.rope_freq_base_swa and near:
+        if self.rope_freq_base_swa and window:
             base, divisor = self.rope_freq_base_swa, 1.0
         blend = scaling.blend(dims, base, self.original_context)
         longer = scaling.magnitude(divisor, self.kv_lora_rank > 0)
-        return Rope(base, dims, divisor, blend, longer, not (near and traits.far_factors))
+        return Rope(base, dims, divisor, blend, longer, not (window and traits.far_factors))
 
     @property
     def still(self) -> "Config":
@@ -332,15 +336,15 @@ class Config(Sizes):
             "attn_q": ("attn_qkv", 0, q), "attn_k": ("attn_qkv", q, kv), "attn_v": ("attn_qkv", q + kv, kv),
         }  # fmt: skip
         feed_forward = {"ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f)}
-        found = attention if self.fused else {}
+        slices = attention if self.fused else {}
         if self.conv_width:
             c = self.embedding_length
-            found |= {name: (CONV_ROWS, n * c, c) for n, name in enumerate(CONV_IN)}
+            slices |= {name: (CONV_ROWS, n * c, c) for n, name in enumerate(CONV_IN)}
         if self.scan is not None and not self.traits.delta:
             rows = self.scan.rows
             for n, name in enumerate(SCAN_IN):
-                found[name] = (SCAN_ROWS, sum(rows[:n]), rows[n])
-        return found | (feed_forward if self.traits.fused_ffn else {})
+                slices[name] = (SCAN_ROWS, sum(rows[:n]), rows[n])
+        return slices | (feed_forward if self.traits.fused_ffn else {})
 
 
 def linear_scaling(freq_scale: float) -> RopeScaling:
@@ -348,18 +352,18 @@ def linear_scaling(freq_scale: float) -> RopeScaling:
     return RopeScaling() if freq_scale == 1 else RopeScaling("linear", 1 / freq_scale)
 
 
-def check_context(config: Config, ctx: int, say: Callable[[str], None]) -> None:
+def check_context(config: Config, ctx: int, report: Callable[[str], None]) -> None:
     """Say what a context means to the model. Raises InputError if it has learned fewer positions."""
-    own, short = config.context_length, config.short_context
-    if ctx > own and config.traits.learned_positions:
+    trained_context, short = config.context_length, config.short_context
+    if ctx > trained_context and config.traits.learned_positions:
         raise InputError(
-            f"--ctx {ctx:,}: a {config.architecture} has learned its positions, and this one only {own:,};"
+            f"--ctx {ctx:,}: a {config.architecture} has learned its positions, and this one only {trained_context:,};"
             " give at most that"
         )
-    if ctx > own:
-        say(long_context(ctx, own))
+    if ctx > trained_context:
+        report(long_context(ctx, trained_context))
     if 0 < short < ctx:
-        say(
+        report(
             f"--ctx {ctx:,} is more than {short:,}: positions are rotated by the model's long factors, in short texts,"
             f" too, as llama.cpp does with -c {ctx}; up to --ctx {short} by its short ones"
         )

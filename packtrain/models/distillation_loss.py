@@ -42,28 +42,30 @@ class Distill:
         """How many numbers of 4 bytes the inputs of a row of `time` tokens hold."""
         return 2 * (self.top + 1) * time
 
-    def loss(self, config: Config, w: Weights, made: Loss, chunk: int) -> Tensor:
+    def loss(self, config: Config, w: Weights, base_loss: Loss, chunk: int) -> Tensor:
         """The loss (). Adds inputs `teacher_ids` i32 and `teacher_parts`, (B, top + 1, T), see `parts`."""
-        (rows, time, _), head, bias = made.x.shape, transformer.head(w), w.get(HEAD_BIAS)
+        (rows, time, _), head, bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
         counted = input(IDS, shape, i32), input(PARTS, shape)
         mixed = _mixed(head, *counted)
-        apart = ops.reshape(ops.sum_rows(ops.mul(made.x, mixed)), shape=(rows, time))
+        expected_logits = ops.reshape(ops.sum_rows(ops.mul(base_loss.x, mixed)), shape=(rows, time))
         if bias is not None:
             column = ops.reshape(bias, shape=(*bias.shape, 1))
             of_bias = ops.reshape(_mixed(column, *counted), shape=(rows, time))
-            apart = ops.add(apart, of_bias)
-        apart = ops.sum(ops.mul(apart, made.weights))
+            expected_logits = ops.add(expected_logits, of_bias)
+        expected_logits = ops.sum(ops.mul(expected_logits, base_loss.weights))
         by = self.weight
         if self.temperature == 1:
-            return named("loss", ops.add(made.loss, ops.scale(apart, by=by)))
+            return named("loss", ops.add(base_loss.loss, ops.scale(expected_logits, by=by)))
         t = self.temperature
         sharp = ops.linear_cross_entropy(
-            ops.scale(made.x, by=1 / t), head, made.targets, made.weights,
+            ops.scale(base_loss.x, by=1 / t), head, base_loss.targets, base_loss.weights,
             None if bias is None else ops.scale(bias, by=1 / t), chunk=chunk, precision=config.precision,
         )[0]  # fmt: skip
-        soft = ops.scale(ops.add(sharp, ops.scale(apart, by=1 / t)), by=by * t**2)
-        return named("loss", soft if by == 1 else ops.add(soft, ops.scale(made.loss, by=1 - by)))
+        soft = ops.scale(ops.add(sharp, ops.scale(expected_logits, by=1 / t)), by=by * t**2)
+        return named(
+            "loss", soft if by == 1 else ops.add(soft, ops.scale(base_loss.loss, by=1 - by))
+        )
 
     def parts(self, logits: np.ndarray) -> np.ndarray:
         """How much rows of the head count, (N, top + 1) f32: 1 of the target, then -p of the teacher's tokens.
@@ -88,15 +90,16 @@ def _mixed(table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
 
 
 def reading(
-    config: Config, w: Weights, time: int, most: int, top: int, shared: int
+    config: Config, w: Weights, time: int, num_rows: int, top: int, shared: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Outputs of a teacher: `read` gives the `hidden` state (1, time, C) of tokens, `likely` tokens for `most` of them.
+    """Outputs of a teacher: `read` gives the `hidden` state (1, time, C) of tokens, `likely` tokens for
+    `num_rows` of them.
 
     top     how many, `ids` and `logits` (most, top), of the first `shared` of its vocabulary
     """
     tokens, pos, seq = (input(name, (1, time), i32) for name in ("tokens", "pos", "seq"))
     *_, (last,) = transformer.in_parts(config, w, (tokens, pos, seq), 1)
-    logits = transformer.logits(config, w, input("hidden", (most, config.embedding_length)))
+    logits = transformer.logits(config, w, input("hidden", (num_rows, config.embedding_length)))
     if shared < config.vocab_size:
         logits = ops.cont(ops.narrow(logits, axis=1, start=0, length=shared))
     ids, values = ops.candidates(logits, k=top)

@@ -22,9 +22,9 @@ def feed_forward_length(keys: Keys) -> int:
 
 
 def mixture(keys: Keys) -> dict[str, Any]:
-    own = keys.architecture.keys
-    must = own.get("expert_count", 0) is None
-    if not must and not keys.size("expert_count", 0, least=0):
+    defaults = keys.architecture.keys
+    is_required = defaults.get("expert_count", 0) is None
+    if not is_required and not keys.size("expert_count", 0, least=0):
         return {}
     count = keys.size("expert_count")
     if count > MOST_EXPERTS:
@@ -35,25 +35,25 @@ def mixture(keys: Keys) -> dict[str, Any]:
             "expert_used_count", used, f"{keys.architecture.name}.expert_count {count} at most"
         )
     width = None
-    if EXPERT_WIDTH in own:
+    if EXPERT_WIDTH in defaults:
         width = keys.size(EXPERT_WIDTH, feed_forward_length(keys) // used)
-    found = {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
-    return found | _shared(keys, width or 0) | _weights(keys)
+    fields = {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
+    return fields | _shared(keys, width or 0) | _weights(keys)
 
 
 def _shared(keys: Keys, width: int) -> dict[str, Any]:
     """The width of the shared expert, and the number of blocks without experts."""
-    own, found = keys.architecture.keys, {}
-    if SHARED_WIDTH in own:
-        usual = feed_forward_length(keys) if keys.architecture.shared_gate else 0
-        found[SHARED_WIDTH] = keys.size(SHARED_WIDTH, least=0) or usual
+    defaults, fields = keys.architecture.keys, {}
+    if SHARED_WIDTH in defaults:
+        default_width = feed_forward_length(keys) if keys.architecture.shared_gate else 0
+        fields[SHARED_WIDTH] = keys.size(SHARED_WIDTH, least=0) or default_width
     elif keys.architecture.shared_alike:
-        found[SHARED_WIDTH] = width
-    elif SHARED_COUNT in own:
-        found[SHARED_WIDTH] = keys.size(SHARED_COUNT, least=0) * width
-    if STEP in own and STEP not in keys.architecture.neutral:
-        found[STEP] = keys.size(STEP)
-    return found | ({DENSE: keys.size(DENSE, least=0)} if DENSE in own else {})
+        fields[SHARED_WIDTH] = width
+    elif SHARED_COUNT in defaults:
+        fields[SHARED_WIDTH] = keys.size(SHARED_COUNT, least=0) * width
+    if STEP in defaults and STEP not in keys.architecture.neutral:
+        fields[STEP] = keys.size(STEP)
+    return fields | ({DENSE: keys.size(DENSE, least=0)} if DENSE in defaults else {})
 
 
 def _weights(keys: Keys) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def _weights(keys: Keys) -> dict[str, Any]:
     norm = keys.get(WEIGHTS_NORM, False)
     if not isinstance(norm, bool):
         raise keys.wrong(WEIGHTS_NORM, norm, "true or false")
-    found = {WEIGHTS_SCALE: keys.own(WEIGHTS_SCALE), WEIGHTS_NORM: norm}
+    fields = {WEIGHTS_SCALE: keys.own(WEIGHTS_SCALE), WEIGHTS_NORM: norm}
     if GATING not in keys.architecture.keys:
-        return found
+        return fields
     func, groups, used = (keys.size(key, 0, least=0) for key in (GATING, *GROUPS))
     if func not in GATINGS:
         raise keys.wrong(GATING, func, "1 for a softmax or 2 for sigmoids")
@@ -78,7 +78,7 @@ def _weights(keys: Keys) -> dict[str, Any]:
     each = keys.size("expert_count") // max(groups, 1)
     if groups > 1 and used * each < keys.size("expert_used_count"):
         raise keys.wrong(GROUPS[1], used, "enough for expert_used_count")
-    return {**found, GATING: func, **dict(zip(GROUPS, (groups, used), strict=True))}
+    return {**fields, GATING: func, **dict(zip(GROUPS, (groups, used), strict=True))}
 
 
 def expert_sizes(config: Config) -> dict[str, int]:
@@ -87,8 +87,8 @@ def expert_sizes(config: Config) -> dict[str, int]:
         SHARED_COUNT: config.expert_shared_feed_forward_length // config.expert_width,
         DENSE: config.leading_dense_block_count, STEP: config.interleave_moe_layer_step,
     }  # fmt: skip
-    there = config.traits.keys if config.expert_count else ()
-    return {key: size for key, size in sizes.items() if key in there}
+    known_keys = config.traits.keys if config.expert_count else ()
+    return {key: size for key, size in sizes.items() if key in known_keys}
 
 
 def weight_keys(config: Config) -> dict[str, Value]:
@@ -96,11 +96,11 @@ def weight_keys(config: Config) -> dict[str, Value]:
     by, norm = config.expert_weights_scale, config.expert_weights_norm
     keys = {WEIGHTS_SCALE: Value("f32", by)} if by else {}
     keys |= {k: Value("u32", v[0]) for k, v in config.traits.neutral.items() if k == GATING}
-    own = {
+    numbers = {
         GATING: config.expert_gating_func,
         GROUPS[0]: config.expert_group_count,
         GROUPS[1]: config.expert_group_used_count,
     }
     if config.traits.sigmoids is None:
-        keys |= {key: Value("u32", number) for key, number in own.items() if number}
+        keys |= {key: Value("u32", number) for key, number in numbers.items() if number}
     return keys | ({WEIGHTS_NORM: Value("bool", True)} if norm else {})

@@ -50,13 +50,13 @@ class Keys:
 
     def __init__(self, gguf: GGUF) -> None:
         self.path, self.metadata = gguf.path, gguf.metadata
-        found: Any = self.metadata.get("general.architecture")
-        if not isinstance(found, str) or found not in ARCHITECTURES:
-            need = f", which needs {NEEDED[found]}" if found in NEEDED else ""
+        name: Any = self.metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            requirement = f", which needs {NEEDED[name]}" if name in NEEDED else ""
             raise InputError(
-                f"{self.path}: general.architecture is {found!r}{need}; supported are {', '.join(ARCHITECTURES)}"
+                f"{self.path}: general.architecture is {name!r}{requirement}; supported are {', '.join(ARCHITECTURES)}"
             )
-        self.architecture = ARCHITECTURES[found]
+        self.architecture = ARCHITECTURES[name]
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value in the file, else `default`, else the architecture's default."""
@@ -85,12 +85,12 @@ class Keys:
 
     def own(self, key: str) -> float:
         """A key of some architectures, 0 for the others; must be positive unless its default is 0, or it may be."""
-        known, zero = self.architecture.keys, key in self.architecture.zero
-        return self.real(key, zero=zero or known[key] == 0) if key in known else 0.0
+        defaults, zero = self.architecture.keys, key in self.architecture.zero
+        return self.real(key, zero=zero or defaults[key] == 0) if key in defaults else 0.0
 
     def check(self) -> None:
         """Raise InputError for a key that changes the computation and is not supported."""
-        known = {
+        known_keys = {
             *SHARED,
             *self.architecture.keys,
             *self.architecture.ignored,
@@ -98,9 +98,9 @@ class Keys:
         }
         prefix = f"{self.architecture.name}."
         for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
-            own = self.architecture.neutral
-            value, neutral = self.get(key), own.get(key, NEUTRAL.get(key, ()))
-            if (key in known and key not in own) or not key.startswith(CHANGING):
+            neutral_values = self.architecture.neutral
+            value, neutral = self.get(key), neutral_values.get(key, NEUTRAL.get(key, ()))
+            if (key in known_keys and key not in neutral_values) or not key.startswith(CHANGING):
                 continue
             if isinstance(value, np.ndarray | list) or value not in neutral:
                 right = f"{neutral[0]!r} or left out" if neutral else "left out"

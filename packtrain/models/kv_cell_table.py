@@ -47,21 +47,21 @@ class Cells:
     def order(self, seq: int) -> np.ndarray:
         """The cells of a sequence, by position."""
         if seq not in self._orders:
-            found = np.flatnonzero(self.sets & bit(seq)).astype(np.int32)
-            self._orders[seq] = found[np.argsort(self.pos[found], kind="stable")]
+            cells = np.flatnonzero(self.sets & bit(seq)).astype(np.int32)
+            self._orders[seq] = cells[np.argsort(self.pos[cells], kind="stable")]
         return self._orders[seq]
 
     def of(self, seq: int, since: int = 0, until: int | None = None) -> np.ndarray:
         """The same from position `since` on, below `until`."""
-        found = self.order(seq)
-        pos = self.pos[found]
-        kept: np.ndarray = found[(pos >= since) & (pos < (BEYOND if until is None else until))]
-        return kept
+        cells = self.order(seq)
+        pos = self.pos[cells]
+        selected: np.ndarray = cells[(pos >= since) & (pos < (BEYOND if until is None else until))]
+        return selected
 
     def next(self, seq: int) -> int:
         """The position after the last one of a sequence."""
-        found = self.order(seq)
-        return int(self.pos[found[-1]]) + 1 if found.size else 0
+        cells = self.order(seq)
+        return int(self.pos[cells[-1]]) + 1 if cells.size else 0
 
     def free(self, seq: int, gone: int = 0) -> np.ndarray:
         """Cells that the sequence may take: those that are free once the set `gone` of sequences is."""
@@ -74,17 +74,17 @@ class Cells:
         """A cell for each of these sequences, i32, free once the set `gone` is; takes none. Raises CacheFull."""
         if self.parts == 1:
             return self._first(len(seqs), 0, gone)
-        found = np.empty(len(seqs), np.int32)
+        cells = np.empty(len(seqs), np.int32)
         for seq in np.unique(seqs):
-            mine = seqs == seq
-            found[mine] = self._first(int(mine.sum()), int(seq), gone)
-        return found
+            mask = seqs == seq
+            cells[mask] = self._first(int(mask.sum()), int(seq), gone)
+        return cells
 
     def _first(self, count: int, seq: int, gone: int) -> np.ndarray:
         free = self.free(seq, gone)
         if len(free) < count:
-            most = len(self) // self.parts
-            raise CacheFull(f"{count} cells wanted, {len(free)} of {most} are free")
+            cells_per_part = len(self) // self.parts
+            raise CacheFull(f"{count} cells wanted, {len(free)} of {cells_per_part} are free")
         return free[:count].astype(np.int32)
 
     def put(self, cells: np.ndarray, pos: np.ndarray, sets: np.ndarray | int) -> None:
@@ -94,15 +94,16 @@ class Cells:
 
     def append(self, cells: np.ndarray, pos: np.ndarray, owners: Sequence[Sequence[int]]) -> None:
         """Give free cells the next positions of sequences, which own them."""
-        mine = dict[int, list[int]]()
-        for cell, own in zip(cells.tolist(), owners, strict=True):
-            for seq in own:
-                mine.setdefault(seq, []).append(cell)
+        new_cells = dict[int, list[int]]()
+        for cell, cell_seqs in zip(cells.tolist(), owners, strict=True):
+            for seq in cell_seqs:
+                new_cells.setdefault(seq, []).append(cell)
         orders = {
-            seq: np.append(self.order(seq), np.array(new, np.int32)) for seq, new in mine.items()
+            seq: np.append(self.order(seq), np.array(new, np.int32))
+            for seq, new in new_cells.items()
         }
         self.pos[cells] = pos
-        for seq, new in mine.items():
+        for seq, new in new_cells.items():
             self.sets[new] |= bit(seq)
         self._orders |= orders
 
@@ -140,8 +141,8 @@ class Cells:
             return {f"{prefix}pos": self.pos, f"{prefix}seen": seen}
         order, counts = np.zeros((lines, len(self)), np.int32), np.zeros(lines, np.int32)
         for line, seq in enumerate(seqs):
-            own = self.order(seq)
-            order[line, : len(own)], counts[line] = own, len(own)
+            seq_cells = self.order(seq)
+            order[line, : len(seq_cells)], counts[line] = seq_cells, len(seq_cells)
         return {f"{prefix}pos": self.pos, f"{prefix}order": order, f"{prefix}counts": counts}
 
     def before(self, seqs: Sequence[int], new: np.ndarray, line: np.ndarray) -> np.ndarray:
@@ -149,14 +150,14 @@ class Cells:
 
         new, line  cells of a run's tokens, and which of `seqs` each is of; others, as padding, see none
         """
-        found = np.full((len(new), self.width), -1, np.int32)
+        last_cells = np.full((len(new), self.width), -1, np.int32)
         place = np.empty(len(self), np.int64)
         for number, seq in enumerate(seqs):
-            own, mine = self.order(seq), line == number
-            place[own] = np.arange(len(own))
-            at = place[new[mine]][:, None] - np.arange(self.width)[::-1]
-            found[mine] = np.where(at < 0, -1, own[np.maximum(at, 0)])
-        return found
+            seq_cells, mask = self.order(seq), line == number
+            place[seq_cells] = np.arange(len(seq_cells))
+            at = place[new[mask]][:, None] - np.arange(self.width)[::-1]
+            last_cells[mask] = np.where(at < 0, -1, seq_cells[np.maximum(at, 0)])
+        return last_cells
 
     def advance(
         self, seqs: Sequence[int], since: Sequence[int], last: Sequence[int],
@@ -189,29 +190,29 @@ class Cells:
         cell, every = self.find(seqs), [int(seq) for seq in np.unique(seqs)]
         pos = np.empty(len(seqs), np.int32)
         for seq in every:
-            mine = seqs == seq
-            pos[mine] = self.next(seq) + np.arange(mine.sum())
+            mask = seqs == seq
+            pos[mask] = self.next(seq) + np.arange(mask.sum())
         since = [self.next(seq) for seq in every]
         self.append(cell, pos, [(int(seq),) for seq in seqs])
         line, size = np.searchsorted(every, seqs), size or len(seqs)
         count = lines(size, sequences)
-        given = {"tokens": tokens, "pos": pos, "line": line, "cell": cell}
-        given = padded(given, size, count) | {"rows": np.asarray(rows, np.int32)}
+        inputs = {"tokens": tokens, "pos": pos, "line": line, "cell": cell}
+        inputs = padded(inputs, size, count) | {"rows": np.asarray(rows, np.int32)}
         if states is not None:
             for seq, first in zip(every, since, strict=True):
                 states.drop(seq, until=first - 1)
             last = [self.next(seq) - 1 for seq in every]
-            given |= ends(*states.advance(every, since, last, [(seq,) for seq in every]), count)
+            inputs |= ends(*states.advance(every, since, last, [(seq,) for seq in every]), count)
         if self.width:
-            given["cell_before"] = self.before(every, given["cell"], given["line"])
-        return given | self.inputs(every, count, "cell_", flash=flash)
+            inputs["cell_before"] = self.before(every, inputs["cell"], inputs["line"])
+        return inputs | self.inputs(every, count, "cell_", flash=flash)
 
 
 def ends(source: np.ndarray, target: np.ndarray, lines: int) -> dict[str, np.ndarray]:
     """Inputs of a run: the states that lines begin with, and leave; the last line is padding."""
-    more = (0, lines - len(source))
+    padding = (0, lines - len(source))
     return {
-        f"state_{name}": np.pad(at, more, constant_values=-1).astype(np.int32)
+        f"state_{name}": np.pad(at, padding, constant_values=-1).astype(np.int32)
         for name, at in (("from", source), ("to", target))
     }
 
@@ -221,11 +222,11 @@ def lines(time: int, sequences: int) -> int:
     return min(time, sequences) + 1
 
 
-def padded(given: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
+def padded(inputs: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
     """Inputs of a run of `size` tokens, i32: the last ones see nothing and write nothing."""
     filler = {"tokens": 0, "pos": 0, "line": lines - 1, "cell": -1, "ring": -1}
     every = dict[str, np.ndarray]()
-    for name, value in given.items():
-        more = [filler[name]] * (size - len(value))
-        every[name] = (np.append(value, more) if more else value).astype(np.int32, copy=False)
+    for name, value in inputs.items():
+        padding = [filler[name]] * (size - len(value))
+        every[name] = (np.append(value, padding) if padding else value).astype(np.int32, copy=False)
     return every

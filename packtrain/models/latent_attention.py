@@ -18,25 +18,28 @@ from packtrain.models.block_weights import Block, Mixer, Tables
 def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
     """The heads' mixed values, side by side: x (..., C) -> (..., H V)."""
     config, i = part.config, part.number
-    heads, turned, rank = config.head_count, config.rope_width, config.kv_lora_rank
+    heads, rope_width, rank = config.head_count, config.rope_width, config.kv_lora_rank
     for_q, for_k = tables[config.rope_of(i)]
     q = queries(part, x)
-    plain, q = _cut(q, 0, config.head_width - turned), _cut(q, config.head_width - turned, turned)
+    q_nope, q = (
+        _cut(q, 0, config.head_width - rope_width),
+        _cut(q, config.head_width - rope_width, rope_width),
+    )
     q = part.named("q_rope", ops.rope(q, for_q, neox=config.traits.halves))
     both = part.saved(part.linear("attn_kv_a_mqa", x))
-    k = ops.reshape(ops.cont(_cut(both, rank, turned)), shape=(*x.shape[:-1], 1, turned))
+    k = ops.reshape(ops.cont(_cut(both, rank, rope_width)), shape=(*x.shape[:-1], 1, rope_width))
     k = part.named("k_rope", ops.rope(k, for_k, neox=config.traits.halves))
     narrow = part.saved(part.norm("attn_kv_a_norm", ops.cont(_cut(both, 0, rank))))
     if mixer.cached and config.latent:
-        q = ops.concat((q, by_head(part, "attn_k_b", plain)), axis=-1)
+        q = ops.concat((q, by_head(part, "attn_k_b", q_nope)), axis=-1)
         k = ops.concat((k, ops.reshape(narrow, shape=(*k.shape[:-1], rank))), axis=-1)
-        y = by_head(part, "attn_v_b", _cut(mixer.attend(i, q, k, None, None), turned, rank))
+        y = by_head(part, "attn_v_b", _cut(mixer.attend(i, q, k, None, None), rope_width, rank))
     else:
         keys, v = expanded(part, narrow)
-        k = ops.repeat(k, shape=(*x.shape[:-1], heads, turned))
-        q, k = (part.saved(ops.concat(parts, axis=-1)) for parts in ((q, plain), (k, keys)))
-        wide = ops.narrow_back(v, axis=len(v.shape) - 1, start=0, size=config.head_width)
-        y = _cut(mixer.attend(i, q, k, part.saved(wide), None), 0, config.value_width)
+        k = ops.repeat(k, shape=(*x.shape[:-1], heads, rope_width))
+        q, k = (part.saved(ops.concat(parts, axis=-1)) for parts in ((q, q_nope), (k, keys)))
+        padded_v = ops.narrow_back(v, axis=len(v.shape) - 1, start=0, size=config.head_width)
+        y = _cut(mixer.attend(i, q, k, part.saved(padded_v), None), 0, config.value_width)
     return ops.reshape(ops.cont(y), shape=(*x.shape[:-1], heads * config.value_width))
 
 
@@ -52,21 +55,21 @@ def queries(part: Block, x: Tensor) -> Tensor:
 def expanded(part: Block, narrow: Tensor) -> tuple[Tensor, Tensor]:
     """The plain parts of keys (..., H, D - R) and the values (..., H, V) of narrow vectors."""
     config, lead = part.config, narrow.shape[:-1]
-    plain, v = config.head_width - config.rope_width, config.value_width
+    nope_width, v = config.head_width - config.rope_width, config.value_width
     if not config.latent:
         both = part.linear("attn_kv_b", narrow)
-        both = ops.reshape(both, shape=(*lead, config.head_count, plain + v))
-        return _cut(both, 0, plain), _cut(both, plain, v)
-    made = list[Tensor]()
-    for name, width in (("attn_k_b", plain), ("attn_v_b", v)):
-        wide = config.head_count * width, config.kv_lora_rank
-        w, more = whole(part, name)
-        y = product(config, narrow, ops.reshape(w, shape=wide))
-        if more is not None:
-            more = ops.reshape(more, shape=wide)
-            y = ops.matmul(narrow, more, y, precision=config.precision)
-        made.append(ops.reshape(part.named(name, y), shape=(*lead, config.head_count, width)))
-    return made[0], made[1]
+        both = ops.reshape(both, shape=(*lead, config.head_count, nope_width + v))
+        return _cut(both, 0, nope_width), _cut(both, nope_width, v)
+    outputs = list[Tensor]()
+    for name, width in (("attn_k_b", nope_width), ("attn_v_b", v)):
+        matrix_shape = config.head_count * width, config.kv_lora_rank
+        w, lora_weight = whole(part, name)
+        y = product(config, narrow, ops.reshape(w, shape=matrix_shape))
+        if lora_weight is not None:
+            lora_weight = ops.reshape(lora_weight, shape=matrix_shape)
+            y = ops.matmul(narrow, lora_weight, y, precision=config.precision)
+        outputs.append(ops.reshape(part.named(name, y), shape=(*lead, config.head_count, width)))
+    return outputs[0], outputs[1]
 
 
 def whole(part: Block, name: str) -> tuple[Tensor, Tensor | None]:
@@ -74,22 +77,24 @@ def whole(part: Block, name: str) -> tuple[Tensor, Tensor | None]:
 
     Those of keys are turned, from (H, K, N).
     """
-    w, found, turned = part.weight(name), part.low(name), name == "attn_k_b"
-    if turned:
+    w, adapter, is_transposed = part.weight(name), part.low(name), name == "attn_k_b"
+    if is_transposed:
         w = ops.cont(ops.transpose(w if w.dtype == f32 else ops.cast(w)))
-    if found is None:
+    if adapter is None:
         return w, None
-    a, b, by, _ = found
+    a, b, by, _ = adapter
     inputs = ops.cont(ops.transpose(a))
-    return w, ops.scale(ops.matmul(*((inputs, b) if turned else (b, inputs))), by=by)
+    return w, ops.scale(ops.matmul(*((inputs, b) if is_transposed else (b, inputs))), by=by)
 
 
 def by_head(part: Block, name: str, x: Tensor) -> Tensor:
     """x (T, H, K) times a matrix of each head (H, N, K), with its LoRA adapter: (T, H, N)."""
     t, h, k = x.shape
     rows = ops.reshape(ops.cont(ops.permute(x, axes=(1, 0, 2))), shape=(h * t, k))
-    own = constant(f"{part.whole(name)}.heads", np.repeat(np.arange(h, dtype=np.int32), t), i32)
-    y = mixture.product(rows, part.weight(name), part.low(name), None, own)
+    head_ids = constant(
+        f"{part.whole(name)}.heads", np.repeat(np.arange(h, dtype=np.int32), t), i32
+    )
+    y = mixture.product(rows, part.weight(name), part.low(name), None, head_ids)
     y = ops.reshape(part.named(name, y), shape=(h, t, y.shape[-1]))
     return ops.cont(ops.permute(y, axes=(1, 0, 2)))
 

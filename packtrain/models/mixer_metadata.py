@@ -39,16 +39,20 @@ def mixing(keys: Keys, blocks: int, heads: int) -> dict[str, Any]:
         return {"head_count_kv": keys.size(KV, heads), "attending": attending, **scan}
     if CONV_WIDTH not in keys.architecture.keys and (not scan or keys.architecture.scan_beside):
         return {"head_count_kv": keys.size(KV, heads), **scan}
-    own = keys.get(KV)
-    each = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "iu" else []
-    there = {*each} - {0}
-    if len(each) != blocks or len(there) != 1 or min(there) < 0 or all(each):
+    kv_heads = keys.get(KV)
+    each = (
+        kv_heads.tolist()
+        if isinstance(kv_heads, np.ndarray) and kv_heads.dtype.kind in "iu"
+        else []
+    )
+    nonzero_counts = {*each} - {0}
+    if len(each) != blocks or len(nonzero_counts) != 1 or min(nonzero_counts) < 0 or all(each):
         raise keys.wrong(
-            KV, own, f"0 or the same number for each of {blocks} blocks, both somewhere"
+            KV, kv_heads, f"0 or the same number for each of {blocks} blocks, both somewhere"
         )
     attending = tuple(count > 0 for count in each)
-    found = {"head_count_kv": there.pop(), "attending": attending}
-    return found | (scan or {"conv_width": _taps(keys, CONV_WIDTH)})
+    fields = {"head_count_kv": nonzero_counts.pop(), "attending": attending}
+    return fields | (scan or {"conv_width": _taps(keys, CONV_WIDTH)})
 
 
 def _taps(keys: Keys, key: str) -> int:
@@ -63,10 +67,10 @@ def _scan(keys: Keys) -> dict[str, Any]:
     if SCAN[0] not in keys.architecture.keys:
         return {}
     inner, state, heads, groups = (keys.size(key) for key in SCAN[:4])
-    most = WIDEST_SCAN * keys.size("embedding_length")
+    max_size = WIDEST_SCAN * keys.size("embedding_length")
     for key, size in zip(SCAN, (inner, groups * state), strict=False):
-        if size > most:
-            raise keys.wrong(key, size, f"at most {most}, by embedding_length")
+        if size > max_size:
+            raise keys.wrong(key, size, f"at most {max_size}, by embedding_length")
     if inner % heads:
         raise keys.wrong(SCAN[2], heads, f"a divisor of {keys.architecture.name}.{SCAN[0]} {inner}")
     if heads % groups:
@@ -80,49 +84,57 @@ def _scan(keys: Keys) -> dict[str, Any]:
 
 def _in_turn(keys: Keys, blocks: int) -> tuple[bool, ...]:
     """Which blocks have attention: every N-th, or those that are not listed as recurrent."""
-    own, every = keys.get(RECURRENT), keys.size(INTERVAL)
-    listed = own is not None and np.size(own) > 0
-    found = tuple((i + 1) % every == 0 for i in range(blocks))
+    recurrent, every = keys.get(RECURRENT), keys.size(INTERVAL)
+    listed = recurrent is not None and np.size(recurrent) > 0
+    attending = tuple((i + 1) % every == 0 for i in range(blocks))
     if listed:
-        others = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "biu" else []
-        found = tuple(not other for other in others[:blocks])
-    if len(found) != blocks or all(found) or not any(found):
+        flags = (
+            recurrent.tolist()
+            if isinstance(recurrent, np.ndarray) and recurrent.dtype.kind in "biu"
+            else []
+        )
+        attending = tuple(not flag for flag in flags[:blocks])
+    if len(attending) != blocks or all(attending) or not any(attending):
         raise keys.wrong(
             RECURRENT if listed else INTERVAL,
-            own if listed else every,
+            recurrent if listed else every,
             f"such that of {blocks} blocks some have attention and some have not",
         )
-    return found
+    return attending
 
 
 def _check_sections(keys: Keys) -> None:
     """Parts of rope for positions in time, height and width, in turn; those of text are equal."""
     if SECTIONS not in keys.architecture.keys:
         return
-    own, width = (
+    sections, width = (
         keys.get(SECTIONS),
         keys.size("embedding_length") // keys.size("attention.head_count"),
     )
     pairs = keys.size("rope.dimension_count", keys.size("attention.key_length", width or 1)) // 2
-    listed = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "iu" else []
-    whole = sum(listed) if len(listed) == 4 and min(listed) >= 0 else 0
+    listed = (
+        sections.tolist()
+        if isinstance(sections, np.ndarray) and sections.dtype.kind in "iu"
+        else []
+    )
+    total = sum(listed) if len(listed) == 4 and min(listed) >= 0 else 0
     # the first three have pairs in turn, and all begins again after `whole` pairs
-    turn = min(pairs, whole)
+    turn = min(pairs, total)
     if not turn or any((turn + 2 - n) // 3 > listed[n] for n in range(3)):
         right = f"four numbers of which the first three share out {pairs} pairs"
-        raise keys.wrong(SECTIONS, own, right)
+        raise keys.wrong(SECTIONS, sections, right)
 
 
 def _turns(config: Config) -> dict[str, Value]:
     """Keys of blocks in turn, and of rope's parts."""
-    found = {
-        RECURRENT: Value("bool", [not one for one in config.attending]),
+    values = {
+        RECURRENT: Value("bool", [not attends for attends in config.attending]),
         INTERVAL: Value("u32", config.attending.index(True) + 1),
     }
     if SECTIONS in config.traits.keys:
         pairs = config.rope_width // 2
-        found[SECTIONS] = Value("i32", [(pairs + 2 - n) // 3 for n in range(3)] + [0])
-    return found
+        values[SECTIONS] = Value("i32", [(pairs + 2 - n) // 3 for n in range(3)] + [0])
+    return values
 
 
 def mixer_keys(config: Config) -> dict[str, Value]:

@@ -213,17 +213,18 @@ def _rounded_to_bf16(array: np.ndarray) -> np.ndarray:
     return upper
 
 
-def check_vocabularies(model: ModelFile, draft: ModelFile, what: str = "a draft") -> None:
+def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a draft") -> None:
     """Raise InputError unless both have the same tokens."""
-    ours, theirs = (file.gguf.metadata[TOKENS] for file in (model, draft))
-    if abs(len(ours) - len(theirs)) > APART:
+    model_tokens, draft_tokens = (file.gguf.metadata[TOKENS] for file in (model, draft))
+    if abs(len(model_tokens) - len(draft_tokens)) > APART:
         raise InputError(
-            f"{draft.gguf.path}: its vocabulary has {len(theirs):,} tokens and that of {model.gguf.path} {len(ours):,};"
-            f" {what} needs the same vocabulary"
+            f"{draft.gguf.path}: its vocabulary has {len(draft_tokens):,} tokens and"
+            f" that of {model.gguf.path} {len(model_tokens):,};"
+            f" {subject} needs the same vocabulary"
         )
-    for id, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+    for id, (a, b) in enumerate(zip(model_tokens, draft_tokens, strict=False)):
         if a != b:
             raise InputError(
-                f"{draft.gguf.path}: token {id} is {b!r}, and in {model.gguf.path} {a!r}; {what} needs the same"
+                f"{draft.gguf.path}: token {id} is {b!r}, and in {model.gguf.path} {a!r}; {subject} needs the same"
                 " vocabulary"
             )

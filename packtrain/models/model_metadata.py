@@ -107,7 +107,7 @@ def _optional(gguf: GGUF, architecture: Architecture, last: int) -> tuple[str, .
     """Optional tensors that the file has; the first blocks may lack those of experts, the last has them."""
     names = architecture.optional
     at = "", "blk.0.", f"blk.{last}."
-    return tuple(n for n in names if any(f"{where}{n}" in gguf.entries for where in at))
+    return tuple(n for n in names if any(f"{prefix}{n}" in gguf.entries for prefix in at))
 
 
 def _scaling(keys: Keys) -> RopeScaling:
@@ -197,20 +197,22 @@ def _check_heads(keys: Keys, config: Config) -> None:
 
 
 def _check_widths(keys: Keys, config: Config) -> None:
-    most, used = WIDEST * config.embedding_length, config.expert_used_count or 1
-    wide = "feed_forward_length" if config.expert_feed_forward_length is None else EXPERT_WIDTH
+    max_width, used = WIDEST * config.embedding_length, config.expert_used_count or 1
+    width_key = "feed_forward_length" if config.expert_feed_forward_length is None else EXPERT_WIDTH
     for key, size, times in (
-        (wide, config.expert_width, used),
-        (wide, max(config.feed_forward_lengths, default=0), 1),
+        (width_key, config.expert_width, used),
+        (width_key, max(config.feed_forward_lengths, default=0), 1),
         ("attention.key_length", config.head_width, config.head_count),
         ("attention.key_length_swa", config.key_length_swa, config.head_count),
         (PER_LAYER, config.embedding_length_per_layer, 1),
         (LATENT, config.kv_lora_rank, 1),
         ("attention.q_lora_rank", config.q_lora_rank, 1),
     ):
-        if size * times > most:
+        if size * times > max_width:
             raise keys.wrong(
-                key, size, f"at most {most // times}, by embedding_length {config.embedding_length}"
+                key,
+                size,
+                f"at most {max_width // times}, by embedding_length {config.embedding_length}",
             )
 
 
@@ -274,7 +276,7 @@ def _scaling_keys(config: Config, scaling: RopeScaling) -> dict[str, Value]:
         "rope.scaling.yarn_beta_slow": (scaling.beta_slow, 1.0),
         "attention.temperature_scale": (config.temperature_scale, 0.0),
     }
-    keys = {key: Value("f32", real) for key, (real, usual) in reals.items() if real != usual}
+    keys = {key: Value("f32", real) for key, (real, default) in reals.items() if real != default}
     if scaling.original_context:
         keys["rope.scaling.original_context_length"] = Value("u32", scaling.original_context)
     if scaling.type != "none":
@@ -283,11 +285,11 @@ def _scaling_keys(config: Config, scaling: RopeScaling) -> dict[str, Value]:
 
 
 def _window_keys(config: Config) -> dict[str, Value]:
-    own, pattern = config.traits.keys, config.window_pattern
+    defaults, pattern = config.traits.keys, config.window_pattern
     if not config.traits.windowed(config.block_count):
         return {}
     keys = {WINDOW: Value("u32", config.window)}
-    if pattern != own[WINDOWS]:
+    if pattern != defaults[WINDOWS]:
         keys[WINDOWS] = Value("bool" if isinstance(pattern, tuple) else "u32", pattern)
     if config.rope_freq_base_swa is not None:
         keys["rope.freq_base_swa"] = Value("f32", config.rope_freq_base_swa)

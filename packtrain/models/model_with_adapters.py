@@ -33,19 +33,19 @@ def split_scale(text: str) -> tuple[Path, float]:
     return Path(path), scale
 
 
-def read_scaled(given: Iterable[str], base: GGUF) -> list[Scaled]:
+def read_scaled(specs: Iterable[str], base: GGUF) -> list[Scaled]:
     """Adapters and their scales from texts FILE[:SCALE]. Raises InputError if one does not fit the base."""
-    found = []
-    for path, scale in map(split_scale, given):
-        found.append((fitted(read_adapter(path), path, base), scale))
-    return found
+    adapters = []
+    for path, scale in map(split_scale, specs):
+        adapters.append((fitted(read_adapter(path), path, base), scale))
+    return adapters
 
 
 def merged_only(adapter: Adapter) -> list[str]:
     """Names within blocks of the matrices whose parts of an adapter llama.cpp leaves out beside the base."""
-    known = ARCHITECTURES[adapter.architecture].merged_only
-    found = dict.fromkeys(name.split(".")[-2] for name in adapter.pairs)
-    return [name for name in known if name in found]
+    candidates = ARCHITECTURES[adapter.architecture].merged_only
+    adapted_names = dict.fromkeys(name.split(".")[-2] for name in adapter.pairs)
+    return [name for name in candidates if name in adapted_names]
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -61,9 +61,14 @@ def adapted(
     ranks, added, owners = [], {}, []
     for name in touched:
         _check_unmerged(model, name, by_token)
-        ours = [(n, *scaled) for n, scaled in enumerate(adapters) if name in scaled[0].pairs]
-        pairs = [adapter.pairs[name] for _, adapter, _ in ours]
-        scales = [np.float32((1 if by_token else by) * one.scale(name)) for _, one, by in ours]
+        numbered_adapters = [
+            (n, *scaled) for n, scaled in enumerate(adapters) if name in scaled[0].pairs
+        ]
+        pairs = [adapter.pairs[name] for _, adapter, _ in numbered_adapters]
+        scales = [
+            np.float32((1 if by_token else by) * scaled_adapter.scale(name))
+            for _, scaled_adapter, by in numbered_adapters
+        ]
         inner = -1 if name == EMBEDDING else -2  # the axis of A that is the rank
         added[name + A] = np.concatenate([a for a, _ in pairs], axis=inner)
         scaled = [by * b for by, (_, b) in zip(scales, pairs, strict=True)]
@@ -72,17 +77,17 @@ def adapted(
             raise InputError(f"{name}: the adapter's values, or its scale, are too large")
         ranks.append((name, added[name + B].shape[-1]))
         rows = [b.shape[-1] for _, b in pairs]
-        owners.append((name, tuple(np.repeat([n for n, *_ in ours], rows).tolist())))
-    found = tuple(owners) if by_token else ()
-    lora = Lora(tuple(ranks), owners=found, aware=aware) if ranks else None
+        owners.append((name, tuple(np.repeat([n for n, *_ in numbered_adapters], rows).tolist())))
+    token_owners = tuple(owners) if by_token else ()
+    lora = Lora(tuple(ranks), owners=token_owners, aware=aware) if ranks else None
     return replace(model, config=replace(model.config, lora=lora), added=added)
 
 
 def _check_unmerged(model: ModelFile, name: str, by_token: bool) -> None:
     """Unmerged adapters work for matrices of the blocks, and for an embedding that is not also the output head."""
     config, axes = model.config, len(model.gguf.entries[name].shape)
-    inside = name.startswith("blk.") and axes > 1
-    if not inside and (name != EMBEDDING or config.tied):
+    in_block = name.startswith("blk.") and axes > 1
+    if not in_block and (name != EMBEDDING or config.tied):
         raise InputError(
             f"{model.gguf.path}: an adapter changes {name}, which only works merged; use packtrain merge"
         )

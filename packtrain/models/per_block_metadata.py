@@ -28,38 +28,46 @@ def kinds(keys: Keys, gguf: GGUF, blocks: int, windows: Mapping[str, Any]) -> Ma
         pattern = tuple(not pattern or i % pattern < pattern - 1 for i in range(blocks))
     if not isinstance(pattern, tuple):
         raise keys.wrong(PATTERN, pattern, f"{blocks} times a truth")
-    wide, kv = _each(keys, FEED_FORWARD, blocks), _each(keys, KV, blocks)
-    far, near = ({n for n, one in zip(kv, pattern, strict=False) if one == kind} for kind in (0, 1))
-    if len(far) > 1 or len(near) > 1:
+    ffn_widths, kv = _each(keys, FEED_FORWARD, blocks), _each(keys, KV, blocks)
+    full_heads, window_heads = (
+        {n for n, count in zip(kv, pattern, strict=False) if count == kind} for kind in (0, 1)
+    )
+    if len(full_heads) > 1 or len(window_heads) > 1:
         raise keys.wrong(KV, keys.get(KV), "one number for blocks with a window, one for others")
-    found: dict[str, Any] = {
-        "head_count_kv": min(far or near),
-        "head_count_kv_swa": 0 if far == near or not far else min(near or {0}),
-        "feed_forward_length": min(wide),
-        "feed_forward_lengths": () if len({*wide}) == 1 else tuple(wide),
+    fields: dict[str, Any] = {
+        "head_count_kv": min(full_heads or window_heads),
+        "head_count_kv_swa": 0
+        if full_heads == window_heads or not full_heads
+        else min(window_heads or {0}),
+        "feed_forward_length": min(ffn_widths),
+        "feed_forward_lengths": () if len({*ffn_widths}) == 1 else tuple(ffn_widths),
         "embedding_length_per_layer": keys.size(PER_LAYER, least=0),
         "own_kv": _own(keys, blocks, pattern),
     }
     if NEAR[0] not in keys.architecture.keys:
-        return found
-    whole, part = keys.size("attention.key_length"), keys.size(NEAR[0])
+        return fields
+    full_width, part = keys.size("attention.key_length"), keys.size(NEAR[0])
     for key in NEAR[1:]:
         if keys.size(key) != part:
             raise keys.wrong(key, keys.get(key), f"{NEAR[0]} {part}")
-    last = max((i for i in range(found["own_kv"] or blocks) if not pattern[i]), default=None)
-    lacking = last is not None and f"blk.{last}.attn_v.weight" not in gguf.entries
-    return {**found, "key_length_swa": 0 if part == whole else part, "keys_are_values": lacking}
+    last = max((i for i in range(fields["own_kv"] or blocks) if not pattern[i]), default=None)
+    keys_are_values = last is not None and f"blk.{last}.attn_v.weight" not in gguf.entries
+    return {
+        **fields,
+        "key_length_swa": 0 if part == full_width else part,
+        "keys_are_values": keys_are_values,
+    }
 
 
 def _each(keys: Keys, key: str, blocks: int) -> list[int]:
     """A size of each block, from one number or an array."""
-    own = keys.get(key)
-    if not isinstance(own, np.ndarray):
+    value = keys.get(key)
+    if not isinstance(value, np.ndarray):
         return [keys.size(key)] * blocks
-    whole = own.tolist() if own.dtype.kind in "iu" else []
-    if len(whole) < blocks or min(whole) <= 0:
-        raise keys.wrong(key, own, f"{blocks} whole numbers from 1")
-    return whole[:blocks]
+    sizes = value.tolist() if value.dtype.kind in "iu" else []
+    if len(sizes) < blocks or min(sizes) <= 0:
+        raise keys.wrong(key, value, f"{blocks} whole numbers from 1")
+    return sizes[:blocks]
 
 
 def _own(keys: Keys, blocks: int, pattern: Sequence[bool]) -> int:
@@ -67,16 +75,18 @@ def _own(keys: Keys, blocks: int, pattern: Sequence[bool]) -> int:
 
     llama.cpp gives later ones those of the last of them without a window, or of the one before it.
     """
-    most = keys.architecture.owning_blocks
-    shared = max(blocks - most, 0) if most else keys.size(SHARED_KV, least=0)
-    own = blocks - shared
-    if shared and (own < 2 or pattern[own - 1] or not pattern[own - 2]):
+    max_owning = keys.architecture.owning_blocks
+    shared = max(blocks - max_owning, 0) if max_owning else keys.size(SHARED_KV, least=0)
+    num_owning = blocks - shared
+    if shared and (num_owning < 2 or pattern[num_owning - 1] or not pattern[num_owning - 2]):
         right = "0, or leave a block with a window and one without as the last with keys and values"
-        if most:
-            right = f"such that block {most - 2} has a window and block {most - 1} has none"
+        if max_owning:
+            right = (
+                f"such that block {max_owning - 2} has a window and block {max_owning - 1} has none"
+            )
             raise keys.wrong(PATTERN, keys.get(PATTERN), right)
         raise keys.wrong(SHARED_KV, shared, right)
-    return own if shared else 0
+    return num_owning if shared else 0
 
 
 def kind_keys(config: Config) -> dict[str, Value]:
@@ -84,20 +94,20 @@ def kind_keys(config: Config) -> dict[str, Value]:
         return {}
     every = range(config.block_count)
     shared = config.block_count - (config.own_kv or config.block_count)
-    found = {
+    values = {
         SHARED_KV: Value("u32", shared),
         PER_LAYER: Value("u32", config.embedding_length_per_layer),
     }
     if config.traits.streams:
-        found |= {ALTUP[0]: Value("u32", 0), ALTUP[1]: Value("u32", config.traits.streams)}
+        values |= {ALTUP[0]: Value("u32", 0), ALTUP[1]: Value("u32", config.traits.streams)}
     if config.feed_forward_lengths:
-        found[FEED_FORWARD] = Value("i32", [config.feed_forward_of(i) for i in every])
+        values[FEED_FORWARD] = Value("i32", [config.feed_forward_of(i) for i in every])
     if config.head_count_kv_swa:
-        found[KV] = Value("i32", [config.kv_heads_of(i) for i in every])
+        values[KV] = Value("i32", [config.kv_heads_of(i) for i in every])
     if NEAR[0] in config.traits.keys:
         width = config.key_length_swa or config.head_width
-        found |= dict.fromkeys(NEAR, Value("u32", width))
-        found |= dict.fromkeys(
+        values |= dict.fromkeys(NEAR, Value("u32", width))
+        values |= dict.fromkeys(
             ("attention.key_length", "attention.value_length"), Value("u32", config.head_width)
         )
-    return found
+    return values

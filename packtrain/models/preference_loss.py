@@ -108,9 +108,9 @@ class Preference:
             z = self.beta * margin - self.gamma
             right, wrong = np.logaddexp(0, -z), np.logaddexp(0, z)
             each = (1 - self.smoothing) * right + self.smoothing * wrong
-        found = self.by * each - self.nll * s[:, 0] * shares
+        losses = self.by * each - self.nll * s[:, 0] * shares
         return {
-            "loss": found,
+            "loss": losses,
             "chosen": self.beta * rewards[:, 0],
             "rejected": self.beta * rewards[:, 1],
         }
@@ -133,6 +133,8 @@ KINDS = {
 }
 
 
-def preference(name: str, **given: Any) -> Preference:
+def preference(name: str, **settings: Any) -> Preference:
     """The loss of this name, with these settings; None leaves a setting as the loss has it."""
-    return replace(KINDS[name], **{key: value for key, value in given.items() if value is not None})
+    return replace(
+        KINDS[name], **{key: value for key, value in settings.items() if value is not None}
+    )

@@ -97,8 +97,8 @@ def _place(name: str) -> tuple[int, bytes]:
 
 
 def _block(name: str) -> int | None:
-    found = re.match(r"blk\.([0-9]{1,9})\.", name)
-    return int(found[1]) if found else None
+    matched = re.match(r"blk\.([0-9]{1,9})\.", name)
+    return int(matched[1]) if matched else None
 
 
 # ffn_down of a falcon: in the first sixteenth of the blocks, where others get more bits, elsewhere
@@ -163,19 +163,21 @@ class _Rules:
         if self.experts == EXPERTS:
             return q8_0
         first = FEW_VALUES if self.mix.few else FIRST_VALUES
-        usual = self.mix.shared if self.mix.shared and self._sharing() else self.mix.values
-        dtype = self._instead(i, first, self.values, usual)
+        default_dtype = self.mix.shared if self.mix.shared and self._sharing() else self.mix.values
+        dtype = self._instead(i, first, self.values, default_dtype)
         return q5_K if dtype in (q3_K, q4_K) and self._is_70b() else dtype
 
     def _is_70b(self) -> bool:
         """Whether this is a 70B with few value heads, which get more bits."""
         # all architectures take long to load beside what quantizing does, and few types ask
         architectures = import_module("packtrain.models.arch").ARCHITECTURES
-        known = architectures.get(str(self.architecture))
-        if known is None or not self.blocks or self.blocks != known.blocks_70b:
+        architecture = architectures.get(str(self.architecture))
+        if architecture is None or not self.blocks or self.blocks != architecture.blocks_70b:
             return False
         heads = self._number("attention.head_count")
-        return not known.grouped_70b or self._number("attention.head_count_kv", heads) != heads
+        return (
+            not architecture.grouped_70b or self._number("attention.head_count_kv", heads) != heads
+        )
 
     def _number_of(self, part: str, name: str) -> int:
         """Of how many such tensors this is the next."""
@@ -199,10 +201,10 @@ class _Rules:
         return self._instead(i, self.blocks // share, self.blocks, self.mix.down)
 
     def _attended(self) -> Dtype:
-        richer, usual = self.mix.dtype.richer, self.mix.attended
+        richer, attended_dtype = self.mix.dtype.richer, self.mix.attended
         if self.experts == EXPERTS:  # a mix that gives it these bits anyway does not here
-            return richer if richer and richer is not usual else self.mix.dtype
-        return usual or self.mix.dtype
+            return richer if richer and richer is not attended_dtype else self.mix.dtype
+        return attended_dtype or self.mix.dtype
 
     def _sharing(self) -> bool:
         """Whether so many heads share values that these get more bits."""
@@ -210,12 +212,12 @@ class _Rules:
         shared = self._number("attention.head_count_kv", heads)
         return shared > 0 and heads // shared >= SHARING
 
-    def _instead(self, i: int, first: int, count: int, usual: Dtype | None) -> Dtype:
+    def _instead(self, i: int, first: int, count: int, default_dtype: Dtype | None) -> Dtype:
         """The mix's type for the i-th of `count` such tensors."""
         if self.mix.first and i < first:
             return self.mix.first
-        more = self.mix.spread if _more(i, count) else None
-        return more or usual or self.mix.dtype
+        spread_dtype = self.mix.spread if _more(i, count) else None
+        return spread_dtype or default_dtype or self.mix.dtype
 
 
 class _FalconRules(_Rules):
@@ -225,10 +227,18 @@ class _FalconRules(_Rules):
         return self.output or q8_0
 
     def _down(self, name: str) -> Dtype:
-        usual = super()._down(name)
+        default_dtype = super()._down(name)
         i = self.seen["ffn_down"] - 1
-        first, more, rest = FALCON_DOWN.get(self.mix.name, (usual, usual, usual))
-        return first if i < self.blocks // FEW_SHARE else more if _more(i, self.blocks) else rest
+        first, spread_dtype, rest = FALCON_DOWN.get(
+            self.mix.name, (default_dtype, default_dtype, default_dtype)
+        )
+        return (
+            first
+            if i < self.blocks // FEW_SHARE
+            else spread_dtype
+            if _more(i, self.blocks)
+            else rest
+        )
 
     def _attended(self) -> Dtype:
         return q4_K if self.mix.name == "Q3_K_L" else self.mix.dtype

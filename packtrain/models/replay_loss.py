@@ -49,16 +49,18 @@ class Replay:
         """Bytes of all texts, with their means in f16."""
         return self.texts * self.length * (2 * self.width + 8)
 
-    def loss(self, config: Config, w: Weights, made: Loss, chunk: int) -> Tensor:
+    def loss(self, config: Config, w: Weights, base_loss: Loss, chunk: int) -> Tensor:
         """The loss (). Adds inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
-        rows, time, width = made.x.shape
+        rows, time, width = base_loss.x.shape
 
         def last(x: Tensor) -> Tensor:
             return ops.cont(ops.narrow(x, axis=1, start=time - self.length, length=self.length))
 
         shape = rows, self.length
         drawn = ops.get_rows(transformer.head(w), input(IDS, shape, i32))
-        apart = ops.sum_rows(ops.mul(last(made.x), ops.sub(drawn, input(MEANS, (*shape, width)))))
-        divergence = ops.add(ops.reshape(apart, shape=shape), input(CONSTANTS, shape))
-        total = ops.add(made.loss, ops.sum(ops.mul(divergence, last(made.weights))))
+        logit_diffs = ops.sum_rows(
+            ops.mul(last(base_loss.x), ops.sub(drawn, input(MEANS, (*shape, width))))
+        )
+        divergence = ops.add(ops.reshape(logit_diffs, shape=shape), input(CONSTANTS, shape))
+        total = ops.add(base_loss.loss, ops.sum(ops.mul(divergence, last(base_loss.weights))))
         return named("loss", ops.scale(total, by=1 + self.weight))

@@ -66,20 +66,20 @@ def merged(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, R
 
     def changed(name: str) -> Rows:
         if base.entries[name].dtype not in READABLE:
-            known = ", ".join(map(str, READABLE))
+            readable_types = ", ".join(map(str, READABLE))
             raise InputError(
                 f"{base.path}: {name} is {base.entries[name].dtype}, which cannot be merged into; it must be one"
-                f" of {known}"
+                f" of {readable_types}"
             )
         before = unpacked(base, name)
-        ours = [(adapter, by) for adapter, by in adapters if name in adapter.pairs]
+        tensor_adapters = [(adapter, by) for adapter, by in adapters if name in adapter.pairs]
 
         def rows(start: int, stop: int) -> np.ndarray:
             values = before(start, stop)
             with np.errstate(
                 over="ignore", invalid="ignore"
             ):  # `packed` finds values that are not finite
-                for adapter, by in ours:
+                for adapter, by in tensor_adapters:
                     values = values + np.float32(by) * adapter.rows(name, start, stop)
             return values
 
@@ -146,16 +146,16 @@ def _deferred(
         return Deferred(entry.dtype, entry.shape, lambda: [base.array(entry.name)])
     stored = entry.dtype if isinstance(rows, InBlocks) else stored_type(entry, dtype)
     if stored not in WRITABLE and not isinstance(rows, InBlocks):
-        known = ", ".join(map(str, WRITABLE))
+        writable_types = ", ".join(map(str, WRITABLE))
         raise InputError(
-            f"{base.path}: {entry.name} would be {stored}; types that can be written: {known}"
+            f"{base.path}: {entry.name} would be {stored}; types that can be written: {writable_types}"
         )
     *outer, width = entry.shape
     count, step = math.prod(outer), max(1, PART // max(width, 1))
 
     def parts() -> Iterator[np.ndarray]:
         values = (rows(at, min(at + step, count)) for at in range(0, count, step))
-        where = f"{base.path}: {entry.name}"
-        yield from packed(where, values, stored, lambda error: done(entry, stored, error))
+        location = f"{base.path}: {entry.name}"
+        yield from packed(location, values, stored, lambda error: done(entry, stored, error))
 
     return Deferred(stored, entry.shape, parts)

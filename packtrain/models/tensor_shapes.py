@@ -11,24 +11,30 @@ POSITIONS, HEAD_BIAS = "position_embd.weight", "output.bias"
 
 def shapes(config: Config) -> Shapes:
     """Shapes of all weights by name, those of LoRA adapters last."""
-    c, found = config.embedding_length, config.optional
-    made: Shapes = {"token_embd.weight": (config.vocab_size, c)}
+    c, optional = config.embedding_length, config.optional
+    shapes_by_name: Shapes = {"token_embd.weight": (config.vocab_size, c)}
     if config.traits.learned_positions:
-        made[POSITIONS] = (config.context_length, c)
-    made |= _layer_shapes(config) if config.embedding_length_per_layer else {}
-    if others := config.traits.streams and config.traits.streams - 1:
-        made |= {f"{name}.weight": (others, c, c) for name in (arch.STREAMS_IN, arch.STREAMS_OUT)}
+        shapes_by_name[POSITIONS] = (config.context_length, c)
+    shapes_by_name |= _layer_shapes(config) if config.embedding_length_per_layer else {}
+    if num_extra := config.traits.streams and config.traits.streams - 1:
+        shapes_by_name |= {
+            f"{name}.weight": (num_extra, c, c) for name in (arch.STREAMS_IN, arch.STREAMS_OUT)
+        }
     for i in range(config.block_count):
-        made |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(config, i).items()}
-    made |= _with_biases(config, {config.traits.last_norm: (c,)})
+        shapes_by_name |= {
+            f"blk.{i}.{name}": shape for name, shape in block_shapes(config, i).items()
+        }
+    shapes_by_name |= _with_biases(config, {config.traits.last_norm: (c,)})
     if not config.tied:
-        made |= _with_biases(config, {"output": (config.vocab_size, c)})
-    made |= {name: (config.rope_width // 2,) for name in found if name.startswith("rope_")}
+        shapes_by_name |= _with_biases(config, {"output": (config.vocab_size, c)})
+    shapes_by_name |= {
+        name: (config.rope_width // 2,) for name in optional if name.startswith("rope_")
+    }
     if config.lora is not None:
-        idle = {*unread(config)}
-        read = {name: shape for name, shape in made.items() if name not in idle}
-        made |= dict(config.lora.shapes(read, config.block_count))
-    return made
+        unread_names = {*unread(config)}
+        read = {name: shape for name, shape in shapes_by_name.items() if name not in unread_names}
+        shapes_by_name |= dict(config.lora.shapes(read, config.block_count))
+    return shapes_by_name
 
 
 def block_shapes(config: Config, i: int) -> Shapes:
@@ -38,32 +44,32 @@ def block_shapes(config: Config, i: int) -> Shapes:
         mixing = _conv_shapes(config)
     if config.scans(i):
         mixing |= _delta_shapes(config) if config.traits.delta else _scan_shapes(config)
-    made = mixing | _feed_forward_norm(config)
-    mixture, beside = config.mixture(i), config.traits.dense_beside
-    made |= _feed_forward_shapes(config, i) if beside or not mixture else {}
-    made |= _expert_shapes(config) if mixture else {}
+    parts = mixing | _feed_forward_norm(config)
+    mixture, has_dense = config.mixture(i), config.traits.dense_beside
+    parts |= _feed_forward_shapes(config, i) if has_dense or not mixture else {}
+    parts |= _expert_shapes(config) if mixture else {}
     if p := config.embedding_length_per_layer:
         c = config.embedding_length
-        made |= {"inp_gate": (p, c), "proj": (c, p), "post_norm": (c,)}
-    made |= _stream_shapes(config) if config.traits.streams else {}
-    found = _with_biases(config, made)
-    found |= {LAYER_SCALE: (1,)} if LAYER_SCALE in config.optional else {}
-    if mixture and beside:
+        parts |= {"inp_gate": (p, c), "proj": (c, p), "post_norm": (c,)}
+    parts |= _stream_shapes(config) if config.traits.streams else {}
+    shapes_by_name = _with_biases(config, parts)
+    shapes_by_name |= {LAYER_SCALE: (1,)} if LAYER_SCALE in config.optional else {}
+    if mixture and has_dense:
         scales = (config.embedding_length,), (config.expert_count,)
-        found |= dict(zip(arch.EXPERT_SCALES, scales, strict=True))
+        shapes_by_name |= dict(zip(arch.EXPERT_SCALES, scales, strict=True))
     if config.scans(i) and config.scan is not None:
         heads = config.scan.heads
-        bare = {BARE[0]: (heads,)} if config.traits.delta else dict.fromkeys(BARE, (heads, 1))
-        found |= {"ssm_dt.bias": (heads,), **bare}
+        unsuffixed = {BARE[0]: (heads,)} if config.traits.delta else dict.fromkeys(BARE, (heads, 1))
+        shapes_by_name |= {"ssm_dt.bias": (heads,), **unsuffixed}
     chosen = config.mixture(i) and CHOICE in config.optional
-    return found | ({CHOICE: (config.expert_count,)} if chosen else {})
+    return shapes_by_name | ({CHOICE: (config.expert_count,)} if chosen else {})
 
 
 def _layer_shapes(config: Config) -> Shapes:
     """Of embeddings that blocks have for themselves."""
     p, c = config.embedding_length_per_layer, config.embedding_length
-    wide = config.block_count * p
-    parts: tuple[tuple[int, ...], ...] = ((config.vocab_size, wide), (wide, c), (p,))
+    width = config.block_count * p
+    parts: tuple[tuple[int, ...], ...] = ((config.vocab_size, width), (width, c), (p,))
     return {f"{name}.weight": shape for name, shape in zip(arch.LAYER_INPUTS, parts, strict=True)}
 
 
@@ -84,13 +90,13 @@ def unread(config: Config) -> list[str]:
 
 
 def _with_biases(config: Config, parts: Shapes) -> Shapes:
-    made: Shapes = {}
+    shapes_by_name: Shapes = {}
     for name, shape in parts.items():
-        bare = config.traits.bare_ffn_norm and name == config.traits.ffn_norm
-        made[name if bare else f"{name}.weight"] = shape
+        is_bare = config.traits.bare_ffn_norm and name == config.traits.ffn_norm
+        shapes_by_name[name if is_bare else f"{name}.weight"] = shape
         if f"{name}.bias" in config.optional:
-            made[f"{name}.bias"] = shape[:-1] or shape
-    return made
+            shapes_by_name[f"{name}.bias"] = shape[:-1] or shape
+    return shapes_by_name
 
 
 def _attention_shapes(config: Config, i: int) -> Shapes:
@@ -98,24 +104,24 @@ def _attention_shapes(config: Config, i: int) -> Shapes:
         return _latent_shapes(config)
     c, d, traits = config.embedding_length, config.width_of(i), config.traits
     q, kv = config.head_count * d, config.kv_heads_of(i) * d
-    asked = 2 * q if traits.gated_heads else q
-    apart: Shapes = {"attn_q": (asked, c), "attn_k": (kv, c), "attn_v": (kv, c)}
-    made: Shapes = {"attn_norm": (c,)} if traits.pre_norms else {}
-    made |= {"attn_norm_2": (c,)} if config.has("attn_norm_2") else {}
-    made |= {"attn_qkv": (q + 2 * kv, c)} if config.fused else apart
-    made |= {"attn_q_norm": (d,), "attn_k_norm": (d,)} if traits.head_norms else {}
-    made |= {"attn_q_norm": (q,), "attn_k_norm": (kv,)} if traits.whole_norms else {}
+    q_rows = 2 * q if traits.gated_heads else q
+    separate: Shapes = {"attn_q": (q_rows, c), "attn_k": (kv, c), "attn_v": (kv, c)}
+    parts: Shapes = {"attn_norm": (c,)} if traits.pre_norms else {}
+    parts |= {"attn_norm_2": (c,)} if config.has("attn_norm_2") else {}
+    parts |= {"attn_qkv": (q + 2 * kv, c)} if config.fused else separate
+    parts |= {"attn_q_norm": (d,), "attn_k_norm": (d,)} if traits.head_norms else {}
+    parts |= {"attn_q_norm": (q,), "attn_k_norm": (kv,)} if traits.whole_norms else {}
     if config.has("attn_q_norm"):  # a layer norm of each head, or one for all
-        own = {"attn_q_norm": (config.head_count, d), "attn_k_norm": (config.head_count_kv, d)}
-        made |= own if traits.layer_norms else dict.fromkeys(own, (d,))
-    made |= {"attn_sinks": (config.head_count,)} if traits.sinks else {}
+        per_head = {"attn_q_norm": (config.head_count, d), "attn_k_norm": (config.head_count_kv, d)}
+        parts |= per_head if traits.layer_norms else dict.fromkeys(per_head, (d,))
+    parts |= {"attn_sinks": (config.head_count,)} if traits.sinks else {}
     gone = OF_KEYS if config.source_of(i) != i and not traits.owning_blocks else ()
     gone = ("attn_v", *gone) if config.keys_are_values and not config.near(i) else gone
-    made = {name: shape for name, shape in made.items() if name not in gone}
+    parts = {name: shape for name, shape in parts.items() if name not in gone}
     if r := traits.laurel:
-        made |= {"laurel_l": (r, c), "laurel_r": (c, r), "laurel_post_norm": (c,)}
-    made["attn_output"] = (c, q)
-    return made | ({"post_attention_norm": (c,)} if traits.post_norms else {})
+        parts |= {"laurel_l": (r, c), "laurel_r": (c, r), "laurel_post_norm": (c,)}
+    parts["attn_output"] = (c, q)
+    return parts | ({"post_attention_norm": (c,)} if traits.post_norms else {})
 
 
 def _conv_shapes(config: Config) -> Shapes:
@@ -125,26 +131,26 @@ def _conv_shapes(config: Config) -> Shapes:
 
 
 def _latent_shapes(config: Config) -> Shapes:
-    c, heads, rank, turned = (
+    c, heads, rank, rope_width = (
         config.embedding_length, config.head_count, config.kv_lora_rank, config.rope_width,
     )  # fmt: skip
-    plain, v, less = config.head_width - turned, config.value_width, config.q_lora_rank
+    nope_width, v, q_rank = config.head_width - rope_width, config.value_width, config.q_lora_rank
     q = heads * config.head_width
-    made: Shapes = {"attn_norm": (c,), "attn_q": (q, c)}
-    if less:
-        made = {
+    parts: Shapes = {"attn_norm": (c,), "attn_q": (q, c)}
+    if q_rank:
+        parts = {
             "attn_norm": (c,),
-            "attn_q_a": (less, c),
-            "attn_q_a_norm": (less,),
-            "attn_q_b": (q, less),
+            "attn_q_a": (q_rank, c),
+            "attn_q_a_norm": (q_rank,),
+            "attn_q_b": (q, q_rank),
         }
-    made |= {"attn_kv_a_mqa": (rank + turned, c), "attn_kv_a_norm": (rank,)}
-    made |= (
-        {"attn_k_b": (heads, rank, plain), "attn_v_b": (heads, v, rank)}
+    parts |= {"attn_kv_a_mqa": (rank + rope_width, c), "attn_kv_a_norm": (rank,)}
+    parts |= (
+        {"attn_k_b": (heads, rank, nope_width), "attn_v_b": (heads, v, rank)}
         if config.latent
-        else {"attn_kv_b": (heads * (plain + v), rank)}
+        else {"attn_kv_b": (heads * (nope_width + v), rank)}
     )
-    return made | {"attn_output": (c, heads * v)}
+    return parts | {"attn_output": (c, heads * v)}
 
 
 def _scan_shapes(config: Config) -> Shapes:
@@ -180,31 +186,31 @@ def _delta_shapes(config: Config) -> Shapes:
 
 
 def _feed_forward_norm(config: Config) -> Shapes:
-    own = config.traits.pre_norms and not config.parallel
-    return {config.traits.ffn_norm: (config.embedding_length,)} if own else {}
+    has_norm = config.traits.pre_norms and not config.parallel
+    return {config.traits.ffn_norm: (config.embedding_length,)} if has_norm else {}
 
 
 def _feed_forward_shapes(config: Config, i: int) -> Shapes:
     c, f, traits = config.embedding_length, config.feed_forward_of(i), config.traits
-    made: Shapes = {}
+    parts: Shapes = {}
     if traits.fused_ffn:
-        made["ffn_up"] = (2 * f, c)
+        parts["ffn_up"] = (2 * f, c)
     else:
-        made |= {"ffn_gate": (f, c), "ffn_up": (f, c)} if traits.gated else {"ffn_up": (f, c)}
-    made["ffn_down"] = (c, f)
-    return made | ({"post_ffw_norm": (c,)} if traits.post_norms else {})
+        parts |= {"ffn_gate": (f, c), "ffn_up": (f, c)} if traits.gated else {"ffn_up": (f, c)}
+    parts["ffn_down"] = (c, f)
+    return parts | ({"post_ffw_norm": (c,)} if traits.post_norms else {})
 
 
 def _expert_shapes(config: Config) -> Shapes:
     c, f, e = config.embedding_length, config.expert_width, config.expert_count
-    made: Shapes = {"ffn_gate_inp": (e, c), "ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
-    made["ffn_down_exps"] = (e, c, f)
+    parts: Shapes = {"ffn_gate_inp": (e, c), "ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
+    parts["ffn_down_exps"] = (e, c, f)
     if config.has("ffn_gate_up_exps"):
-        made["ffn_gate_up_exps"] = (e, 2 * f, c)
-        made = {n: s for n, s in made.items() if n not in ("ffn_gate_exps", "ffn_up_exps")}
+        parts["ffn_gate_up_exps"] = (e, 2 * f, c)
+        parts = {n: s for n, s in parts.items() if n not in ("ffn_gate_exps", "ffn_up_exps")}
     if config.traits.dense_beside:
-        made |= dict.fromkeys(("post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"), (c,))
+        parts |= dict.fromkeys(("post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"), (c,))
     if not (s := config.expert_shared_feed_forward_length):
-        return made
-    made |= {"ffn_gate_inp_shexp": (c,)} if config.traits.shared_gate else {}
-    return made | {"ffn_gate_shexp": (s, c), "ffn_up_shexp": (s, c), "ffn_down_shexp": (c, s)}
+        return parts
+    parts |= {"ffn_gate_inp_shexp": (c,)} if config.traits.shared_gate else {}
+    return parts | {"ffn_gate_shexp": (s, c), "ffn_up_shexp": (s, c), "ffn_down_shexp": (c, s)}

@@ -42,13 +42,13 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
 
     LoRA adapters come last.
     """
-    idle = {*unread(config)}
+    unread_names = {*unread(config)}
     return {
         name: weight(
             name,
             shape,
             types.get(name, f32),
-            "table" if learned_otherwise(name) or name in idle else "weight",
+            "table" if learned_otherwise(name) or name in unread_names else "weight",
         )
         for name, shape in shapes(config).items()
     }
@@ -83,9 +83,9 @@ def initialise(
             rng.standard_normal(dtype=np.float32, out=array)
             array *= deviation
 
-        usual = 0 if name.endswith(".bias") else -1 if name.endswith(".ssm_a") else 1
+        fill_value = 0 if name.endswith(".bias") else -1 if name.endswith(".ssm_a") else 1
 
-        def even(array: np.ndarray, value: int = usual) -> None:
+        def even(array: np.ndarray, value: int = fill_value) -> None:
             array.fill(value)
 
         matrix = len(leaf.shape) > 1 and name.endswith(".weight")
@@ -106,8 +106,8 @@ def rope_tables(
     ropes = dict.fromkeys(config.rope_of(i) for i in range(config.block_count))
     tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
     for rope in (rope for rope in ropes if rope is not None):
-        how = replace(rope, magnitude=1.0) if turn else rope
-        for_k = for_q = rope_table(how, pos, factors)
+        rotation = replace(rope, magnitude=1.0) if turn else rope
+        for_k = for_q = rope_table(rotation, pos, factors)
         if rate and not turn:
             for_q = rope_table(rope, pos, factors, growth=(rate, original, 0))
         tables[rope] = for_q, for_k
@@ -153,14 +153,14 @@ def stream(
     Of several streams (..., S, C).
     """
     tables = rope_tables(config, w, pos, context)
-    h, own = embedding(config, w, tokens, pos), None
+    h, layer_inputs = embedding(config, w, tokens, pos), None
     if config.embedding_length_per_layer:
-        own = embeddings(config, w, tokens, h)
+        layer_inputs = embeddings(config, w, tokens, h)
         h = ops.scale(h, by=1.0)  # written after it: what is computed before a block is kept
     h = altup.spread(config, w, h) if config.traits.streams else h
     yield h
     for i in range(config.block_count):
-        h = block(config, w, i, h, tables, mixer, own)
+        h = block(config, w, i, h, tables, mixer, layer_inputs)
         yield h
 
 
@@ -170,17 +170,23 @@ def embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> Tensor:
     table, proj, norm = LAYER_INPUTS
     shape = (*tokens.shape, config.block_count, p)
     rows = ops.scale(ops.get_rows(w[f"{table}.weight"], tokens), by=(p / 2) ** 0.5)
-    made = ops.scale(product(config, h, w[f"{proj}.weight"]), by=c**-0.5)
-    made = normalized(config, w, norm, ops.reshape(made, shape=shape))
-    both = ops.add(ops.scale(made, by=0.5**0.5), ops.reshape(rows, shape=shape))
+    projected = ops.scale(product(config, h, w[f"{proj}.weight"]), by=c**-0.5)
+    projected = normalized(config, w, norm, ops.reshape(projected, shape=shape))
+    both = ops.add(ops.scale(projected, by=0.5**0.5), ops.reshape(rows, shape=shape))
     return named("per_layer_inputs", both)
 
 
 def mixed(
-    config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *where: Tensor
+    config: Config,
+    i: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *positions: Tensor,
 ) -> Tensor:
-    """The attention output of block i, see ops.attention; `where` are q_pos, k_pos, q_seq and k_seq."""
-    rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), where
+    """The attention output of block i, see ops.attention; `positions` are q_pos, k_pos, q_seq and k_seq."""
+    rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), positions
     places = q_pos, k_pos, q_seq, k_seq
     if config.flash:
         y = ops.attention(q, k, v, *places, None, sinks, **rule)[0]
@@ -189,19 +195,21 @@ def mixed(
     return named(f"blk.{i}.attn", y)
 
 
-def in_batch(config: Config, pos: Tensor, seq: Tensor, made: KeysValues | None = None) -> Mixer:
+def in_batch(
+    config: Config, pos: Tensor, seq: Tensor, keys_values: KeysValues | None = None
+) -> Mixer:
     """Tokens see those before them in their line, of the same sequence.
 
-    made  keys and values by block; filled
+    keys_values  keys and values by block; filled
     """
-    made = {} if made is None else made
+    keys_values = {} if keys_values is None else keys_values
 
     def attend(
         i: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
         if k is not None and v is not None:
-            made[i] = k, v
-        return mixed(config, i, q, *made[config.source_of(i)], sinks, pos, pos, seq, seq)
+            keys_values[i] = k, v
+        return mixed(config, i, q, *keys_values[config.source_of(i)], sinks, pos, pos, seq, seq)
 
     def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
         return ops.short_conv(x, filters, seq)
@@ -319,9 +327,16 @@ def loss(
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
     x = rounded(config, for_head(config, output_norm(config, w, last)), head(w))
     weights = constant("ones", np.ones(counted, np.float32)) if even else input("weights", counted)
-    cap, how = config.final_softcap, config.precision
+    cap, precision = config.final_softcap, config.precision
     results = ops.linear_cross_entropy(
-        x, head(w), targets, weights, w.get(HEAD_BIAS), chunk=chunk, softcap=cap, precision=how
+        x,
+        head(w),
+        targets,
+        weights,
+        w.get(HEAD_BIAS),
+        chunk=chunk,
+        softcap=cap,
+        precision=precision,
     )
     loss, losses, right = map(named, ("loss", "losses", "right"), results)
     return Loss(loss, losses, right, [*chain(*layers)], x, targets, weights)

@@ -16,8 +16,8 @@ def attention(
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The first result of ops.attention. A query that sees nothing gives the mean of all values."""
-    apart = ops.step(ops.abs(_since(q_seq, k_seq)))
-    seen = ops.mul(_in_reach(q_pos, k_pos, window), ops.scale(apart, by=-1, bias=1))
+    different_seq = ops.step(ops.abs(_since(q_seq, k_seq)))
+    seen = ops.mul(_in_reach(q_pos, k_pos, window), ops.scale(different_seq, by=-1, bias=1))
     return _mixed(q, k, v, sinks, seen, scale, softcap)
 
 
@@ -26,8 +26,8 @@ def attention_cells(
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """ops.attention_cells; seen (R, S) f32 is 1 where a row has a cell, else 0."""
-    near = _in_reach(q_pos, k_pos, window)
-    seen = ops.mul(near, ops.get_rows(seen, q_row))
+    in_reach = _in_reach(q_pos, k_pos, window)
+    seen = ops.mul(in_reach, ops.get_rows(seen, q_row))
     q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _wide(k), _wide(v), seen))
     y = _mixed(q, k, v, sinks, seen, scale, softcap)
     return ops.reshape(y, shape=y.shape[1:])
@@ -52,8 +52,8 @@ def _in_reach(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
     if window < 0:  # numbers that grow from chunk to chunk are equal within one
         q, k = (ops.grown(pos, rate=1.0, length=-window) for pos in (q_pos, k_pos))
         k = ops.reshape(k, shape=(*k_pos.shape[:-1], 1, k_pos.shape[-1]))
-        apart = ops.step(ops.scale(ops.abs(ops.sub(q, k)), by=1, bias=-SAME))
-        return ops.mul(seen, ops.scale(apart, by=-1, bias=1))
+        different_chunk = ops.step(ops.scale(ops.abs(ops.sub(q, k)), by=1, bias=-SAME))
+        return ops.mul(seen, ops.scale(different_chunk, by=-1, bias=1))
     return ops.mul(seen, ops.step(ops.scale(since, by=-1, bias=window - 0.5))) if window else seen
 
 

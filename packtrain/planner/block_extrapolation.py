@@ -43,21 +43,24 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     first = 0 if base is None else passed_over(config, base)
     sharing = 0 < config.own_kv <= first
     below = max(below, SOURCES) if sharing else below
-    whole = below + count
+    num_blocks = below + count
     dense = min(config.leading_dense_block_count, below) + min(_dense(config, first), count - 1, 1)
     short = replace(
-        config, block_count=whole, window_pattern=_windows(config, whole), leading_dense_block_count=dense,
+        config, block_count=num_blocks, window_pattern=_windows(config, num_blocks), leading_dense_block_count=dense,
         interleave_moe_layer_step=1, own_kv=SOURCES * sharing,
     )  # fmt: skip
     if config.interleave_moe_layer_step > 1 and not _mixtures(config, first):
         short = replace(short, expert_count=0)
     if config.attending:
-        like = _alike(config, short, first, below)
-        short = replace(short, attending=tuple(config.attending[i] for i in like))
+        source_blocks = _alike(config, short, first, below)
+        short = replace(short, attending=tuple(config.attending[i] for i in source_blocks))
     if config.differing:
-        like = _alike(config, short, first, below)
-        wide, near = tuple(map(config.feed_forward_of, like)), tuple(map(config.near, like))
-        short = replace(short, feed_forward_lengths=wide, window_pattern=near)
+        source_blocks = _alike(config, short, first, below)
+        ffn_lengths, windowed = (
+            tuple(map(config.feed_forward_of, source_blocks)),
+            tuple(map(config.near, source_blocks)),
+        )
+        short = replace(short, feed_forward_lengths=ffn_lengths, window_pattern=windowed)
     if base is None:
         return replace(shape, config=short)
     lora = config.lora and replace(config.lora, last=count if below else 0)
@@ -80,18 +83,21 @@ def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
     """The base of the shorter model, with the types and frozen tensors of the longer one, block by block."""
     first, types = passed_over(config, base), dict(base.types)
     trained = frozenset[str]().union(*_trained(config, base))
-    alike, found, frozen = _alike(config, short, first, below), [], []
+    source_blocks, matching_types, frozen = _alike(config, short, first, below), [], []
     for name, leaf in transformer.weights(replace(short, lora=None)).items():
         at, kind = _place(name)
         if at is None:
-            like, free = name, base.trains(config, leaf)
+            source_name, free = name, base.trains(config, leaf)
         else:
-            like, free = f"blk.{alike[at]}.{kind}", at >= below and (kind in trained or not trained)
-        if like in types:
-            found.append((name, types[like]))
+            source_name, free = (
+                f"blk.{source_blocks[at]}.{kind}",
+                at >= below and (kind in trained or not trained),
+            )
+        if source_name in types:
+            matching_types.append((name, types[source_name]))
         if not free:
             frozen.append(name)
-    return replace(base, types=tuple(found), frozen=tuple(frozen), last=0)
+    return replace(base, types=tuple(matching_types), frozen=tuple(frozen), last=0)
 
 
 def _alike(config: Config, short: Config, first: int, below: int) -> list[int]:

@@ -32,49 +32,51 @@ MISS_NBYTES = 1 << 19  # by which a search leaves this process larger, at most
 ROUNDS = 3  # searches, each with lower limits, until the result fits the process
 
 
-def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
+def planned(shape: StepShape, request: Request, report: Say = print) -> Plans:
     """Plans within the limits, or a refusal with advice. The search runs before the kernels are loaded."""
-    kernels, most, change = request.kernels, request.limits.get(HOST, math.inf), ""
+    kernels, host_limit, change = request.kernels, request.limits.get(HOST, math.inf), ""
     if not request.limits:
         if request.runs:
             kernels.load()
         plans = planned_here(unlimited(shape, request), request)
     else:
         direct = None  # plans without a search, where that would need most
-        if private_nbytes() + searching_nbytes(shape) > most:
+        if private_nbytes() + searching_nbytes(shape) > host_limit:
             direct = planned_here(unlimited(shape, request), request)
-        if direct and held(direct, HOST) <= most and not full(direct, request.limits, ""):
+        if direct and held(direct, HOST) <= host_limit and not full(direct, request.limits, ""):
             plans = direct
         else:
-            plans, change = searched(shape, request, say)
-            least = min(plans.searching, held(direct, HOST)) if direct else plans.searching
-            plans = replace(plans, searching=least)
+            plans, change = searched(shape, request, report)
+            peak_nbytes = min(plans.searching, held(direct, HOST)) if direct else plans.searching
+            plans = replace(plans, searching=peak_nbytes)
         del direct
-        less = kernels.unsure + REUSED_NBYTES * request.runs
-        if plans.needed_nbytes - less <= most and (request.runs or kernels.unsure):
+        uncertain_nbytes = kernels.unsure + REUSED_NBYTES * request.runs
+        if plans.needed_nbytes - uncertain_nbytes <= host_limit and (
+            request.runs or kernels.unsure
+        ):
             kernels.load()
             plans = in_process(plans, plans.searching)
-            again = private_nbytes() + searching_nbytes(shape)
-            if plans.needed_nbytes > most >= again:  # they took more than expected
-                here = replace(request, baseline=plans.baseline)
+            replan_nbytes = private_nbytes() + searching_nbytes(shape)
+            if plans.needed_nbytes > host_limit >= replan_nbytes:  # they took more than expected
+                updated_request = replace(request, baseline=plans.baseline)
                 del plans
-                plans, change = searched(shape, here, say)
+                plans, change = searched(shape, updated_request, report)
     refused = full(plans, request.limits, change)
-    if refused is None and plans.needed_nbytes > most:
-        refused = refusal(plans, change or "a little more would do", int(most))
+    if refused is None and plans.needed_nbytes > host_limit:
+        refused = refusal(plans, change or "a little more would do", int(host_limit))
     return plans if refused is None else replace(plans, refusal=refused)
 
 
 def followed(shape: StepShape, request: Request) -> Plans:
     """Plans of a shape that was decided elsewhere, or a refusal."""
     request.kernels.load()
-    plans, most = planned_here(shape, request), request.limits.get(HOST)
-    if most is None or plans.needed_nbytes <= most:
+    plans, host_limit = planned_here(shape, request), request.limits.get(HOST)
+    if host_limit is None or plans.needed_nbytes <= host_limit:
         return plans
-    return replace(plans, refusal=refusal(plans, "a little more would do", most))
+    return replace(plans, refusal=refusal(plans, "a little more would do", host_limit))
 
 
-def searched(shape: StepShape, request: Request, say: Say) -> tuple[Plans, str]:
+def searched(shape: StepShape, request: Request, report: Say) -> tuple[Plans, str]:
     """Search plans within the limits; if none fit, also returns a change that would."""
     limits = dict(request.limits)
     if HOST in limits:
@@ -83,27 +85,27 @@ def searched(shape: StepShape, request: Request, say: Say) -> tuple[Plans, str]:
 
     @cache
     def late() -> None:
-        say(f"planning a run that fits into {size_text(shown)} …")
+        report(f"planning a run that fits into {size_text(shown)} …")
 
-    searching, over = 0, {space: ASIDE_NBYTES * (space == HOST) for space in limits}
+    searching, reserves = 0, {space: ASIDE_NBYTES * (space == HOST) for space in limits}
     for _ in range(ROUNDS):
         searching = max(searching, private_nbytes() + searching_nbytes(shape))
-        within = {space: most - over[space] for space, most in limits.items()}
-        answer = ask(late, search, shape, replace(request, limits=within))
+        adjusted_limits = {space: limit - reserves[space] for space, limit in limits.items()}
+        answer = ask(late, search, shape, replace(request, limits=adjusted_limits))
         plans = planned_here(answer.shape, request, searching)
-        beyond = {space: max(held(plans, space) - most, 0) for space, most in limits.items()}
-        beyond |= dict.fromkeys(request.target.aside & beyond.keys(), beyond.get(HOST, 0))
-        if not answer.fits or not any(beyond.values()):
+        excess = {space: max(held(plans, space) - limit, 0) for space, limit in limits.items()}
+        excess |= dict.fromkeys(request.target.aside & excess.keys(), excess.get(HOST, 0))
+        if not answer.fits or not any(excess.values()):
             return plans, answer.change
         # twice what was missed: each search leaves the process a little larger
-        over = {
-            space: nbytes + 2 * beyond[space] + MISS_NBYTES * (beyond[space] > 0)
-            for space, nbytes in over.items()
+        reserves = {
+            space: nbytes + 2 * excess[space] + MISS_NBYTES * (excess[space] > 0)
+            for space, nbytes in reserves.items()
         }
         del answer, plans  # the next ones take their place: a process that had both would be larger
         settle()
-    least = ask(late, smallest, shape, request)
-    return planned_here(least, request, searching), ""
+    smallest_shape = ask(late, smallest, shape, request)
+    return planned_here(smallest_shape, request, searching), ""
 
 
 def held(plans: Plans, space: str) -> int:
@@ -118,10 +120,10 @@ def planned_here(shape: StepShape, request: Request, searching: int = 0) -> Plan
     return in_process(plans, searching, request.kernels.to_come)
 
 
-def in_process(plans: Plans, searching: int = 0, more: int = 0) -> Plans:
-    """The plans in this process as it is now, which will grow by `more` bytes before the run."""
+def in_process(plans: Plans, searching: int = 0, extra_nbytes: int = 0) -> Plans:
+    """The plans in this process as it is now, which will grow by `extra_nbytes` bytes before the run."""
     settle()
-    return replace(plans, baseline=private_nbytes() + more, searching=searching)
+    return replace(plans, baseline=private_nbytes() + extra_nbytes, searching=searching)
 
 
 def searching_nbytes(shape: StepShape) -> int:
@@ -129,11 +131,11 @@ def searching_nbytes(shape: StepShape) -> int:
     return SEARCH_NBYTES + BLOCK_NBYTES * shape.config.block_count
 
 
-def minimum(shape: StepShape, request: Request, say: Say) -> int:
+def minimum(shape: StepShape, request: Request, report: Say) -> int:
     """The smallest budget that fits."""
 
     def late() -> None:
-        say("searching the smallest plan …")
+        report("searching the smallest plan …")
 
     return enough(planned_here(ask(late, smallest, shape, request), request))
 
@@ -165,12 +167,12 @@ def full(plans: Plans, limits: Mapping[str, int], change: str) -> str | None:
 
 def refusal(plans: Plans, change: str, limit: int) -> str:
     """The message: the limit, the smallest one that fits, the largest buffers at its peak, and the cheapest change."""
-    least = enough(plans)
+    min_nbytes = enough(plans)
     lines = [
-        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(least)}, or up to"
+        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(min_nbytes)}, or up to"
         f" {size_text(SPARE_NBYTES)} less",
         f"  {_described(plans)}",
-        *rows(plans, -(-least // MIB) * MIB - plans.total_nbytes),
+        *rows(plans, -(-min_nbytes // MIB) * MIB - plans.total_nbytes),
         *_owners(plans, HOST),
     ]
     return "\n".join([*lines, f"  {change}"])

@@ -35,7 +35,8 @@ class Rates:
     threads  number of threads; a single task gets one thread's share of a rate
     call     overhead of a call in seconds, plus `region` for a parallel region
     link     bytes copied between its memory and the process's; 0: as fast as a copy there
-    seen     share of the causally visible blocks that attention computes, which depends on data, see planner.expected_pace
+    seen     share of the causally visible blocks that attention computes, which depends on data, see
+    planner.expected_pace
     counted  share of the positions that have a target, likewise
     others   rates of other backends by name; those without any have the same
     """
@@ -54,8 +55,8 @@ class Rates:
 
     def of(self, kind: str) -> float:
         """The rate of a kind of work, per second."""
-        known = self.kinds.get(kind)
-        return SHARES.get(kind, SHARE) * self.flops if known is None else known
+        measured = self.kinds.get(kind)
+        return SHARES.get(kind, SHARE) * self.flops if measured is None else measured
 
     def on(self, backend: str) -> "Rates":
         """The rates of a backend."""
@@ -64,8 +65,8 @@ class Rates:
     def seeing(self, share: float, counted: float = 1.0) -> "Rates":
         """The rates, of all backends, if attention computes this share of the visible blocks, and this one of positions
         has a target."""
-        others = {name: rates.seeing(share, counted) for name, rates in self.others.items()}
-        return replace(self, seen=share, counted=counted, others=others)
+        other_rates = {name: rates.seeing(share, counted) for name, rates in self.others.items()}
+        return replace(self, seen=share, counted=counted, others=other_rates)
 
     def times(self, threads: int) -> "Rates":
         """The rates of this many threads, if each is as fast as all are now."""
@@ -77,8 +78,8 @@ class Rates:
 
     def _more(self, by: float) -> "Rates":
         kinds = {kind: by * rate for kind, rate in self.kinds.items()}
-        more = {name: by * getattr(self, name) for name in ("flops", "nbytes", "near", "link")}
-        return replace(self, kinds=kinds, **more)
+        scaled = {name: by * getattr(self, name) for name in ("flops", "nbytes", "near", "link")}
+        return replace(self, kinds=kinds, **scaled)
 
     def moving(self, nbytes: float) -> float:
         """Seconds to move bytes."""
@@ -88,19 +89,21 @@ class Rates:
 def seconds(placed: Placed, rates: Rates) -> float:
     """Expected time of one run. Copies that travel beside other steps are waited for where they arrive."""
     read = {t for step in placed.steps for t in step.reads}
-    now, there = 0.0, dict[Tensor | None, float]()
+    elapsed, arrivals = 0.0, dict[Tensor | None, float]()
     for step in placed.steps:
         took = call_seconds(step, rates, read)
         if step.op is BEGIN:
-            there[step.results[0]] = now + took
+            arrivals[step.results[0]] = elapsed + took
         else:
-            now = max(now, there[step.inputs[0]]) if step.op is ARRIVE else now + took
-    return now
+            elapsed = (
+                max(elapsed, arrivals[step.inputs[0]]) if step.op is ARRIVE else elapsed + took
+            )
+    return elapsed
 
 
-def crossing(nbytes: float, *ends: Rates) -> float:
+def crossing(nbytes: float, *endpoints: Rates) -> float:
     """Seconds to copy bytes from one memory to another, by the slower of the two ends."""
-    return max(rates.call + nbytes / (rates.link or rates.nbytes / 2) for rates in ends)
+    return max(rates.call + nbytes / (rates.link or rates.nbytes / 2) for rates in endpoints)
 
 
 def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
@@ -111,16 +114,16 @@ def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ())
     if call.op is ARRIVE:
         return 0.0
     if isinstance(call, Step) and call.source is not None:
-        ends = rates.on(call.source.name), rates.on(call.backend.name)
-        return crossing(call.results[0].spec.nbytes, *ends)
+        endpoints = rates.on(call.source.name), rates.on(call.backend.name)
+        return crossing(call.results[0].spec.nbytes, *endpoints)
     if isinstance(call, Step):
         rates = rates.on(call.backend.name)
     cost = cost_of(call, read)
     work = sum(amount / rates.of(kind) for kind, amount in cost.work.items())
     share = rates.seen if cost.masked else rates.counted if cost.by_target else 1.0
-    around = rates.call + (rates.region if cost.tasks > 1 else 0.0)
+    overhead = rates.call + (rates.region if cost.tasks > 1 else 0.0)
     computing = share * work * idle(cost.tasks, rates.threads)
-    return around + max(computing, rates.moving(moved(call, cost)))
+    return overhead + max(computing, rates.moving(moved(call, cost)))
 
 
 def idle(tasks: float, threads: int) -> float:
@@ -133,9 +136,9 @@ def cost_of(call: Call | Step, read: Collection[Tensor] = ()) -> Cost:
     op, attrs = call.op, call.attrs if isinstance(call, Call) else call.call.attrs
     if op.cost_rule is None:
         return Cost(tasks=math.inf if moved(call, Cost()) > PARALLEL else 1)
-    wanted = [t if i not in op.optional or t in read else None for i, t in enumerate(call.results)]
-    several = len(wanted) > 1 or op.writes
-    cost: Cost = op.cost_rule(wanted if several else wanted[0], *call.inputs, **attrs)
+    outputs = [t if i not in op.optional or t in read else None for i, t in enumerate(call.results)]
+    is_multiple = len(outputs) > 1 or op.writes
+    cost: Cost = op.cost_rule(outputs if is_multiple else outputs[0], *call.inputs, **attrs)
     return cost
 
 

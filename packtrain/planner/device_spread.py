@@ -34,25 +34,27 @@ class Spread:
     @property
     def target(self) -> Target:
         """Its backends and limits, with nothing spread yet."""
-        before = (cpu,) if self.layers is not None else ()
-        return Target((*before, *self.devices), limits=self.limits)
+        host_backends = (cpu,) if self.layers is not None else ()
+        return Target((*host_backends, *self.devices), limits=self.limits)
 
     def over(self, shape: StepShape, request: Request) -> Target:
         """Where the leaves of a model live. Raises InputError for more devices than blocks."""
         if self.layers != AUTO:
             return self.homes(shape, self.number(shape))
-        few, most = 0, shape.config.block_count + 1
-        while few < most:  # the largest number with which everything is kept within the limits
-            middle = (few + most + 1) // 2
-            few, most = (middle, most) if self._fits(shape, request, middle) else (few, middle - 1)
-        return self.homes(shape, few)
+        low, high = 0, shape.config.block_count + 1
+        while low < high:  # the largest number with which everything is kept within the limits
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fits(shape, request, middle) else (low, middle - 1)
+        return self.homes(shape, low)
 
     def _fits(self, shape: StepShape, request: Request, count: int) -> bool:
-        there = replace(request, target=self.homes(shape, count))
-        if not all(b in there.target.every for b in self.devices):
+        placed_request = replace(request, target=self.homes(shape, count))
+        if not all(b in placed_request.target.every for b in self.devices):
             return False
-        found = ((Search(there, space), most) for space, most in self.limits.items())
-        return all(one.rough(shape).nbytes * (1 + SLACK) <= most for one, most in found)
+        searches = ((Search(placed_request, space), limit) for space, limit in self.limits.items())
+        return all(
+            candidate.rough(shape).nbytes * (1 + SLACK) <= limit for candidate, limit in searches
+        )
 
     def number(self, shape: StepShape) -> int:
         """Blocks on devices, and one more if what follows them is there, too."""
@@ -62,9 +64,9 @@ class Spread:
         """The target with the last `count` blocks on the devices."""
         blocks = shape.config.block_count
         first = max(blocks - count, 0)
-        own = [*zip(range(first, blocks), self._dealt(blocks - first), strict=True)]
+        assigned = [*zip(range(first, blocks), self._dealt(blocks - first), strict=True)]
         at = dict[str, Backend]()
-        for block, device in own:
+        for block, device in assigned:
             at |= {f"blk.{block}.": device, f"cache.{block}": device}
         if count > blocks:
             at |= dict.fromkeys(LAST, self.devices[-1])
@@ -75,12 +77,13 @@ class Spread:
 
     def _dealt(self, count: int) -> list[Backend]:
         """A device for each of so many blocks, in order, by the shares."""
-        total, ends, sum_ = sum(self.shares), list[int](), 0.0
+        total, end_offsets, sum_ = sum(self.shares), list[int](), 0.0
         for share in self.shares:
             sum_ += share
-            ends.append(round(count * sum_ / total))
+            end_offsets.append(round(count * sum_ / total))
         return [
-            self.devices[next(i for i, end in enumerate(ends) if at < end)] for at in range(count)
+            self.devices[next(i for i, end in enumerate(end_offsets) if at < end)]
+            for at in range(count)
         ]
 
 
@@ -95,8 +98,8 @@ def spread(
     if layers is not None:
         _check_layers(layers, device, spaces)
     limits = {b.space: b.capacity for b in devices if b.capacity is not None}
-    given = _sizes(memory, device, spaces)
-    limits |= {space: min(most, limits.get(space, most)) for space, most in given.items()}
+    requested = _sizes(memory, device, spaces)
+    limits |= {space: min(limit, limits.get(space, limit)) for space, limit in requested.items()}
     return Spread(devices, layers, _shares(split, spaces, limits), limits)
 
 
@@ -116,25 +119,26 @@ def _sizes(memory: str | None, device: str, spaces: Sequence[str]) -> dict[str, 
     if "%" in memory:
         raise InputError(f"--device-memory {memory}: give a size such as 2GiB")
     sizes = [parse_size(text.strip(), "--device-memory") for text in memory.split(",")]
-    own = [space for space in spaces if space != HOST]
-    if not own:
+    device_spaces = [space for space in spaces if space != HOST]
+    if not device_spaces:
         raise InputError(
             f"--device-memory: {device} works in the memory of this process, whose limit is --memory"
         )
     if len(sizes) == 1:
-        sizes *= len(own)
-    if len(sizes) != len(own):
+        sizes *= len(device_spaces)
+    if len(sizes) != len(device_spaces):
         raise InputError(
-            f"--device-memory {memory} has {len(sizes)} sizes for {len(own)} memories: give one, or one for each"
+            f"--device-memory {memory} has {len(sizes)} sizes for {len(device_spaces)}"
+            " memories: give one, or one for each"
         )
-    return dict(zip(own, sizes, strict=True))
+    return dict(zip(device_spaces, sizes, strict=True))
 
 
 def _shares(split: str | None, spaces: Sequence[str], limits: dict[str, int]) -> tuple[float, ...]:
     """Those of --split, or by the memory of the devices, or equal ones. Raises InputError."""
     if split is None:
-        known = all(space in limits for space in spaces)
-        return tuple(float(limits[space]) if known else 1.0 for space in spaces)
+        has_limits = all(space in limits for space in spaces)
+        return tuple(float(limits[space]) if has_limits else 1.0 for space in spaces)
     try:
         shares = tuple(float(text) for text in split.split(","))
     except ValueError:

@@ -55,10 +55,10 @@ class Drafts:
 
     def afresh(self) -> Self:
         """The same, whose chains have measured nothing but short ones."""
-        one = type(self)(self.request, self.space)
-        one._graphs, one._samples, one._known = self._graphs, self._samples, self._known
-        one._before, one._short = self._chains, self._short
-        return one
+        fresh = type(self)(self.request, self.space)
+        fresh._graphs, fresh._samples, fresh._known = self._graphs, self._samples, self._known
+        fresh._before, fresh._short = self._chains, self._short
+        return fresh
 
     def sizes(self, shape: StepShape) -> StepEstimate:
         if shape not in self._known:
@@ -67,53 +67,60 @@ class Drafts:
 
     def _by_few_blocks(self, shape: StepShape) -> StepEstimate:
         """Extrapolate from chains of two and three blocks: growth is linear from there on."""
-        more = reached(shape) - SAMPLED
-        if more <= 0 or not even(shape) or not self.request.target.uniform:
+        extra_blocks = reached(shape) - SAMPLED
+        if extra_blocks <= 0 or not even(shape) or not self.request.target.uniform:
             return self._sizes(shape)
         if shape.twice:
             return self._going_back_twice(shape)
         below = training_plans.passed_over(shape.config, shape.base)
         two, three = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
-        under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
-        each = zip(two, three, under, strict=True)
-        return StepEstimate(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
+        frozen_below = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
+        triples = zip(two, three, frozen_below, strict=True)
+        return StepEstimate(*(b + extra_blocks * (b - a) + below * (c - b) for a, b, c in triples))
 
     def _going_back_twice(self, shape: StepShape) -> StepEstimate:
         """From a chain of three blocks, of which none, one and all go back twice.
 
         With everything kept, a block of them gives back the bytes of its gradients and takes those that it keeps.
         """
-        blocks, whole = with_blocks(shape, SAMPLED), self.sizes(shape.once)
-        none, one, every = (self._sizes(replace(blocks, twice=n)) for n in (0, 1, SAMPLED))
-        more, block = shape.twice - 1, self.chain(shape.once).block
-        less = max(block.reserve - block.saved_all, 0)
-        arena = whole.arena - more * less
-        each, share = zip(whole, none, one, every, strict=True), more / (SAMPLED - 1)
-        found = StepEstimate(*(w + b - a + share * (c - b) for w, a, b, c in each))
-        return StepEstimate(found.leaves, max(arena, whole.beside), *found[2:])
+        blocks, full_sizes = with_blocks(shape, SAMPLED), self.sizes(shape.once)
+        no_blocks, single, all_blocks = (
+            self._sizes(replace(blocks, twice=n)) for n in (0, 1, SAMPLED)
+        )
+        extra_blocks, block = shape.twice - 1, self.chain(shape.once).block
+        reserve_nbytes = max(block.reserve - block.saved_all, 0)
+        arena = full_sizes.arena - extra_blocks * reserve_nbytes
+        quadruples, share = (
+            zip(full_sizes, no_blocks, single, all_blocks, strict=True),
+            extra_blocks / (SAMPLED - 1),
+        )
+        totals = StepEstimate(*(w + b - a + share * (c - b) for w, a, b, c in quadruples))
+        return StepEstimate(totals.leaves, max(arena, full_sizes.beside), *totals[2:])
 
     def _sizes(self, shape: StepShape) -> StepEstimate:
         parts = {name: self._graph(name, shape) for name in training_plans.names(shape)}
-        samples, within = self._of_samples(shape), (blocks_in(shape), MEASURE)
-        every = [*parts.values(), *samples]
+        samples, inner_names = self._of_samples(shape), (blocks_in(shape), MEASURE)
+        estimates = [*parts.values(), *samples]
         # a first pass recomputes as the second does, and needs no more
-        others = [*(part for name, part in parts.items() if name not in within), *samples]
-        found = {name: leaf for part in every for name, leaf in part.leaves.items()}.values()
-        inside, target = parts[blocks_in(shape)], self.request.target
-        nbytes = training_plans.counted(shape, found, target, self.space)
+        outer_parts = [*(part for name, part in parts.items() if name not in inner_names), *samples]
+        unique_leaves = {
+            name: leaf for part in estimates for name, leaf in part.leaves.items()
+        }.values()
+        block_part, target = parts[blocks_in(shape)], self.request.target
+        nbytes = training_plans.counted(shape, unique_leaves, target, self.space)
         nbytes += rooms_nbytes(shape.ranks, self.space)
         if self.space == HOST:
             nbytes += training_plans.passing_nbytes(
-                (t for t in found if not training_plans.is_mapped(shape, t)), target
+                (t for t in unique_leaves if not training_plans.is_mapped(shape, t)), target
             )
         return StepEstimate(
             nbytes,
-            inside.arena,
-            max((part.arena for part in others), default=0),
-            sum(part.calls for part in every),
-            inside.calls,
+            block_part.arena,
+            max((part.arena for part in outer_parts), default=0),
+            sum(part.calls for part in estimates),
+            block_part.calls,
             sum(count * parts[name].seconds for name, count in runs(shape).items()),
-            max(part.pool for part in every),
+            max(part.pool for part in estimates),
         )
 
     def _graph(self, name: str, shape: StepShape) -> GraphEstimate:
@@ -141,8 +148,10 @@ class Drafts:
     def _of_samples(self, shape: StepShape) -> list[GraphEstimate]:
         config = shape.config
         if config not in self._samples:
-            found, rates = self.request.samples(shape).values(), self.request.rates
-            self._samples[config] = [estimated(placed, rates, self.space) for placed in found]
+            placed_graphs, rates = self.request.samples(shape).values(), self.request.rates
+            self._samples[config] = [
+                estimated(placed, rates, self.space) for placed in placed_graphs
+            ]
         return self._samples[config]
 
     def chain(self, shape: StepShape) -> Chain:
@@ -150,13 +159,13 @@ class Drafts:
         shape = replace(shape, keep=None)
         if shape not in self._chains:
             chunk = CHUNK if shape.chunk in CHUNKS else shape.chunk
-            first, before = replace(shape, chunk=chunk, twice=0), self._before.get(shape)
-            like = None if first == shape else self.chain(first)
-            if before is not None:
-                self._chains[shape] = before.afresh(like)
+            first, earlier_chain = replace(shape, chunk=chunk, twice=0), self._before.get(shape)
+            template = None if first == shape else self.chain(first)
+            if earlier_chain is not None:
+                self._chains[shape] = earlier_chain.afresh(template)
             else:
-                given = self.space, like, int(self.sizes(shape).inside), self._build
-                self._chains[shape] = chain(shape, self.request, *given)
+                options = self.space, template, int(self.sizes(shape).inside), self._build
+                self._chains[shape] = chain(shape, self.request, *options)
         return self._chains[shape]
 
     def inside(self, shape: StepShape) -> bool:
@@ -184,23 +193,25 @@ class Drafts:
 
     def draft(self, shape: StepShape) -> Draft:
         """The shape with its recomputation, its blocks built."""
-        sizes, found = self.sizes(shape), self.chain(shape).plan(shape.keep)
-        seconds = sizes.seconds + repeats(shape) * found.seconds
-        arena = max(found.arena, int(sizes.beside))
-        again = shape.graphs * found.calls
-        return Draft(shape, self._nbytes(shape, sizes, again) + self._given(sizes, arena), seconds)
+        sizes, recompute_plan = self.sizes(shape), self.chain(shape).plan(shape.keep)
+        seconds = sizes.seconds + repeats(shape) * recompute_plan.seconds
+        arena = max(recompute_plan.arena, int(sizes.beside))
+        recomputed_calls = shape.graphs * recompute_plan.calls
+        return Draft(
+            shape, self._nbytes(shape, sizes, recomputed_calls) + self._given(sizes, arena), seconds
+        )
 
     def _given(self, sizes: StepEstimate, arena: int) -> int:
         """Bytes of the arena, and by how much it and the leaves get more than they need."""
         return arena + self.request.target.beyond(self.space, (int(sizes.leaves), arena))
 
-    def _nbytes(self, shape: StepShape, sizes: StepEstimate, again: int) -> int:
-        """Bytes of everything but the arena, with `again` recomputed calls."""
-        calls = int(sizes.calls) + again
-        kept = self.request.before(self.space) + int(sizes.leaves) + int(sizes.pool)
+    def _nbytes(self, shape: StepShape, sizes: StepEstimate, recomputed_calls: int) -> int:
+        """Bytes of everything but the arena, with `recomputed_calls` recomputed calls."""
+        calls = int(sizes.calls) + recomputed_calls
+        leaf_nbytes = self.request.before(self.space) + int(sizes.leaves) + int(sizes.pool)
         if self.space != HOST:
-            return kept
-        return kept + CALL_NBYTES * calls + training_plans.loop_nbytes(shape, calls)
+            return leaf_nbytes
+        return leaf_nbytes + CALL_NBYTES * calls + training_plans.loop_nbytes(shape, calls)
 
 
 def repeats(shape: StepShape) -> int:
@@ -211,8 +222,8 @@ def repeats(shape: StepShape) -> int:
 def _what_matters(name: str, shape: StepShape) -> StepShape:
     """The shape without what does not affect a graph that keeps everything, as a cache key."""
     if name == UPDATE:
-        same = replace(shape.once, keep=None, evaluate=False, chunk=CHUNK)
-        return replace(same, rows=1, time=1, micros=2, layered=False, evaluations=1, ranks=1)
+        key_shape = replace(shape.once, keep=None, evaluate=False, chunk=CHUNK)
+        return replace(key_shape, rows=1, time=1, micros=2, layered=False, evaluations=1, ranks=1)
     if name == EVALUATE:
         return StepShape(shape.config, shape.rows, shape.time, base=shape.base)
     return replace(shape, keep=None, evaluate=False, chunk=CHUNK)

@@ -78,21 +78,25 @@ def by_chunk(
     read = {t for step in placed.steps for t in step.reads}
     start, end, size = columns(stored, ALIGNMENT)
     work = [
-        at for at, one in enumerate(stored) if (one.op, one.category) == (HEAD.name, "workspace")
+        at
+        for at, storage in enumerate(stored)
+        if (storage.op, storage.category) == (HEAD.name, "workspace")
     ]
     heads = [step for step in placed.steps if step.op is HEAD]
     rest = [step for step in placed.steps if step.op is not HEAD]
     seconds = sum(cost_model.call_seconds(step, rates, read) for step in rest)
-    found = dict[int, GraphEstimate]()
+    estimates = dict[int, GraphEstimate]()
     for chunk in chunks:
         cut = [_with_chunk(step, chunk) for step in heads]
         if work:
             size[work] = [aligned(spec) for step in cut for spec in step.workspaces]
         arena, _ = lower_bound(start, end, size)
-        whole = seconds + sum(cost_model.call_seconds(step, rates, read) for step in cut)
+        total_seconds = seconds + sum(cost_model.call_seconds(step, rates, read) for step in cut)
         pool = pool_nbytes((*rest, *cut), space)
-        found[chunk] = GraphEstimate(arena, whole, len(placed.graph.calls), lasting(placed), pool)
-    return found
+        estimates[chunk] = GraphEstimate(
+            arena, total_seconds, len(placed.graph.calls), lasting(placed), pool
+        )
+    return estimates
 
 
 def with_chunk(placed: Placed, chunk: int) -> Placed:
@@ -118,27 +122,27 @@ def chain(
     space  whose bytes count; by default the arena's
     calls  of that graph if it keeps everything, if known
     """
-    name, whole = blocks_in(shape), reached(shape)
+    name, num_blocks = blocks_in(shape), reached(shape)
     space = space or request.target.space
 
     def graph(count: int, choice: Choice | None) -> Built:
-        one = shape if count == whole else with_blocks(shape, count)
-        return make(name, replace(one, keep=choice), request.optimizer)
+        variant = shape if count == num_blocks else with_blocks(shape, count)
+        return make(name, replace(variant, keep=choice), request.optimizer)
 
     def twice(count: int, choice: Choice | None) -> Built:
-        one = replace(with_blocks(shape, count), twice=count, keep=choice)
-        return make(name, one, request.optimizer)
+        variant = replace(with_blocks(shape, count), twice=count, keep=choice)
+        return make(name, variant, request.optimizer)
 
     waiting = name == STEP and shape.max_norm is not None and not shape.two_passes
     reserved = _gradients(shape) if waiting else (0, 0)
     per_call = (CALL_NBYTES + BOUND_NBYTES) * shape.graphs if space == HOST else 0
     if calls is None:
-        calls = len(graph(whole, None).graph.calls)
+        calls = len(graph(num_blocks, None).graph.calls)
 
     heads = {chunk: partial(with_chunk, chunk=chunk) for chunk in (shape.chunk, *CHUNKS)}
     offload = NEVER if space == HOST else request.offload
-    given = reserved, per_call, calls, like, TOGETHER, request.target, space, offload
-    return Chain(graph, whole, request.rates, *given, shape.twice, twice, heads, shape.chunk)
+    options = reserved, per_call, calls, like, TOGETHER, request.target, space, offload
+    return Chain(graph, num_blocks, request.rates, *options, shape.twice, twice, heads, shape.chunk)
 
 
 def _gradients(shape: StepShape) -> tuple[int, int]:

@@ -20,12 +20,12 @@ def seen(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
     looked, causal = 0, 0
     for batch in batches:
         (low_seq, high_seq), (low, high) = _ends(batch["seq"]), _ends(batch["pos"])
-        after, before = (
+        is_after, is_before = (
             high_seq[:, :, None] < low_seq[:, None],
             low_seq[:, :, None] > high_seq[:, None],
         )
         later = high[:, :, None] < low[:, None]
-        looked += int((~(after | before | later)).sum())
+        looked += int((~(is_after | is_before | later)).sum())
         rows, blocks = low.shape
         causal += rows * blocks * (blocks + 1) // 2
     return looked / causal if causal else 1.0
@@ -51,19 +51,19 @@ def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, 
 
     correct  called with measured over expected if they differ and no other program is the cause
     """
-    times, before = list[float](), 0.0
+    times, initial_wait = list[float](), 0.0
 
     def step(seconds: float, left: int) -> str | None:
-        nonlocal before
+        nonlocal initial_wait
         times.append(seconds)
         if len(times) == 1:
-            before = waited()
+            initial_wait = waited()
         if len(times) != STEPS + 1:
             return None
         counted = times[1:]
-        took, lost = statistics.median(counted), waited() - before
-        off = abs(took - expected)
-        if off <= OFF * expected or off * left < WORTH:
+        took, lost = statistics.median(counted), waited() - initial_wait
+        deviation = abs(took - expected)
+        if deviation <= OFF * expected or deviation * left < WORTH:
             return None
         text = f"a step takes {took:.3g} s, not the {expected:.3g} s expected: "
         text += f"{clock(took * left)} for the {left:,} steps left"

@@ -86,12 +86,12 @@ def loaded(names: tuple[str, ...], free: float) -> Loaded:
         if 0 <= free < CHILD_NBYTES:
             return Loaded(GUESSED_NBYTES, UNSURE_NBYTES, names)
         # one child in five takes 1 MiB less, by chance, and what is found is kept
-        found = max(
+        measured_nbytes = max(
             ask(lambda: None, _load_in_child, kernels.threads(), names) for _ in range(MEASURED)
         )
         if refusal(path.parent) is None:
-            write_text(path, json.dumps(found))
-        return Loaded(found, 0, names)
+            write_text(path, json.dumps(measured_nbytes))
+        return Loaded(measured_nbytes, 0, names)
 
 
 def _kept(names: Sequence[str]) -> Path:
@@ -104,7 +104,7 @@ def _load_in_child(threads: int, names: Sequence[str]) -> int:
     kernels.set_threads(threads)
     kernels.prepare(names)  # loads what the asking process has loaded, too
     settle()
-    before = private_nbytes()
+    baseline = private_nbytes()
     kernels.load_all(names)
     settle()
-    return private_nbytes() - before
+    return private_nbytes() - baseline

@@ -43,34 +43,39 @@ class Kept:
 
 
 def rates(
-    again: bool, say: Callable[[str], None], types: Collection[Dtype] = (), target: Target = CPU
+    force: bool, report: Callable[[str], None], types: Collection[Dtype] = (), target: Target = CPU
 ) -> Rates:
-    """The cached rates of this backend and number of threads; measured if missing, or if `again`.
+    """The cached rates of this backend and number of threads; measured if missing, or if `force`.
 
     types  of quantized matrices that a run reads; each has its own rate
     """
     path = kept(kernels.threads(), target)
-    before = None if again else read(path)
-    if before is not None and before.serves(types):
-        return before.expected
-    known = {laying(t): t for t in READABLE}
-    others = () if before is None else [known[k] for k in before.rates.kinds if k in known]
-    found, quiet = measured({*types, *others} - {DTYPES["f32"]}, target=target)
-    if before is not None and not quiet:
-        found = faster(found, before.rates)
-    how = "" if quiet else "; it is busy, and the next run measures it again"
-    now = Kept(found, quiet, 1.0 if before is None else before.off)
-    where = keep(path, now)
-    what = target.backends[0].name if target.apart else "this machine"
-    say(
-        f"measured {what}: {found.flops / 1e9:.0f} GFLOP/s, {found.nbytes / 1e9:.1f} GB/s, {where}{how}"
+    cached = None if force else read(path)
+    if cached is not None and cached.serves(types):
+        return cached.expected
+    dtypes_by_kind = {laying(t): t for t in READABLE}
+    cached_types = (
+        ()
+        if cached is None
+        else [dtypes_by_kind[k] for k in cached.rates.kinds if k in dtypes_by_kind]
     )
-    return now.expected
+    new_rates, quiet = measured({*types, *cached_types} - {DTYPES["f32"]}, target=target)
+    if cached is not None and not quiet:
+        new_rates = faster(new_rates, cached.rates)
+    remark = "" if quiet else "; it is busy, and the next run measures it again"
+    updated = Kept(new_rates, quiet, 1.0 if cached is None else cached.off)
+    location = keep(path, updated)
+    device_name = target.backends[0].name if target.apart else "this machine"
+    report(
+        f"measured {device_name}: {new_rates.flops / 1e9:.0f} GFLOP/s,"
+        f" {new_rates.nbytes / 1e9:.1f} GB/s, {location}{remark}"
+    )
+    return updated.expected
 
 
 def rates_apart(
-    again: bool,
-    say: Callable[[str], None],
+    force: bool,
+    report: Callable[[str], None],
     types: Collection[Dtype] = (),
     free: float = math.inf,
     target: Target = CPU,
@@ -80,37 +85,41 @@ def rates_apart(
     free  bytes that a child may take; if too few, uses the rates known so far
     """
     threads = kernels.threads()
-    found = dict[str, Rates]()
+    by_backend = dict[str, Rates]()
     for backend in {b.name: b for b in target.every}.values():
-        one = Target.of(backend)
-        before = None if again else read(kept(threads, one))
-        if before is not None and (before.serves(types) or free < MEASURING_NBYTES):
-            found[backend.name] = before.expected
+        single_target = Target.of(backend)
+        cached = None if force else read(kept(threads, single_target))
+        if cached is not None and (cached.serves(types) or free < MEASURING_NBYTES):
+            by_backend[backend.name] = cached.expected
         elif free < MEASURING_NBYTES:
-            found[backend.name] = BEGIN
+            by_backend[backend.name] = BEGIN
         else:
             names = [str(t) for t in types]
-            found[backend.name], told = ask(lambda: None, _in_child, threads, again, names, one)
-            for sentence in told:
-                say(sentence)
-    first, *others = found
-    return replace(found[first], others={name: found[name] for name in others})
+            by_backend[backend.name], messages = ask(
+                lambda: None, _in_child, threads, force, names, single_target
+            )
+            for sentence in messages:
+                report(sentence)
+    first, *other_names = by_backend
+    return replace(by_backend[first], others={name: by_backend[name] for name in other_names})
 
 
 def _in_child(
-    threads: int, again: bool, types: Collection[str], target: Target
+    threads: int, force: bool, types: Collection[str], target: Target
 ) -> tuple[Rates, list[str]]:
     messages = list[str]()
     kernels.set_threads(threads)
-    return rates(again, messages.append, [DTYPES[name] for name in types], target), messages
+    return rates(force, messages.append, [DTYPES[name] for name in types], target), messages
 
 
 def faster(a: Rates, b: Rates) -> Rates:
     """The faster of each rate: other programs can only slow it down."""
     kinds = {k: max(a.kinds.get(k, 0.0), b.kinds.get(k, 0.0)) for k in {**a.kinds, **b.kinds}}
-    most = {name: max(getattr(a, name), getattr(b, name)) for name in ("flops", "nbytes", "near")}
-    least = {name: min(getattr(a, name), getattr(b, name)) for name in ("call", "region")}
-    return replace(a, kinds=kinds, **most, **least)
+    best_throughput = {
+        name: max(getattr(a, name), getattr(b, name)) for name in ("flops", "nbytes", "near")
+    }
+    best_latency = {name: min(getattr(a, name), getattr(b, name)) for name in ("call", "region")}
+    return replace(a, kinds=kinds, **best_throughput, **best_latency)
 
 
 def kept(threads: int, target: Target = CPU) -> Path:
@@ -124,10 +133,10 @@ def kept(threads: int, target: Target = CPU) -> Path:
 def read(path: Path) -> Kept | None:
     """The cached rates; None if missing or incomplete."""
     try:
-        found = json.loads(path.read_text())
-        if found["format"] != FORMAT:
+        record = json.loads(path.read_text())
+        if record["format"] != FORMAT:
             return None
-        return Kept(Rates(**found["rates"]), bool(found["quiet"]), float(found["off"]))
+        return Kept(Rates(**record["rates"]), bool(record["quiet"]), float(record["off"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -136,18 +145,23 @@ def correct(by: float, target: Target = CPU) -> None:
     """Correct the expected times of the next run by a factor."""
     for backend in target.every:
         path = kept(kernels.threads(), Target.of(backend))
-        before = read(path)
-        if before is not None:
-            keep(path, replace(before, off=by * before.off))
+        cached = read(path)
+        if cached is not None:
+            keep(path, replace(cached, off=by * cached.off))
 
 
-def keep(path: Path, what: Kept) -> str:
+def keep(path: Path, entry: Kept) -> str:
     """Write the rates if possible; returns where, for a message."""
     if refusal(path.parent) is not None:
         return "not kept"
-    plain = {"format": FORMAT, "quiet": what.quiet, "off": what.off, "rates": asdict(what.rates)}
+    record = {
+        "format": FORMAT,
+        "quiet": entry.quiet,
+        "off": entry.off,
+        "rates": asdict(entry.rates),
+    }
     try:
-        write_text(path, json.dumps(plain, indent=1))
+        write_text(path, json.dumps(record, indent=1))
     except OSError:  # a full disk
         return "not kept"
     return f"kept in {path}"

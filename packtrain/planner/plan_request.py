@@ -55,18 +55,22 @@ class Request:
     def offloaded(self, shape: StepShape) -> "Request":
         """The same with the moments in the process's own memory, of weights that live in another."""
         weights = [leaf for leaf in leaves(shape)[1] if self.target.home(leaf).space != HOST]
-        own = weights
+        local_weights = weights
         if shape.share is not None:  # moments of this process's parts
-            own = [part for w in weights if (part := part_of_weight(w, shape.share)) is not None]
-        moments = [one for w in own for one in self.optimizer.states(w)]
-        others = {name: home for name, home in self.target.homes.items() if "/" not in name}
-        target = replace(self.target, homes={**others, **{one.label: cpu for one in moments}})
+            local_weights = [
+                part for w in weights if (part := part_of_weight(w, shape.share)) is not None
+            ]
+        moments = [moment for w in local_weights for moment in self.optimizer.states(w)]
+        weight_homes = {name: home for name, home in self.target.homes.items() if "/" not in name}
+        target = replace(
+            self.target, homes={**weight_homes, **{moment.label: cpu for moment in moments}}
+        )
         return replace(self, optimizer=self.optimizer.apart(), target=target, away=True)
 
     def another(self, optimizer: Optimizer, shape: StepShape) -> "Request":
         """The same with another optimizer."""
-        found = replace(self, optimizer=optimizer)
-        return found.offloaded(shape) if self.away else found
+        changed = replace(self, optimizer=optimizer)
+        return changed.offloaded(shape) if self.away else changed
 
     def samples(self, shape: StepShape) -> dict[Name, Placed]:
         """The graphs that generate samples, by number of tokens per run."""

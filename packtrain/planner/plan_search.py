@@ -40,25 +40,28 @@ class Answer:
 def search(shape: StepShape, request: Request) -> Answer:
     """The fastest shape within all limits of the request, the process included; else the smallest."""
     spaces = sorted(request.limits, key=lambda space: space != request.target.space)
-    looking = [Search(request, space) for space in spaces]
-    for one in looking:
-        one.others = [other for other in looking if other is not one]
+    searches = [Search(request, space) for space in spaces]
+    for current in searches:
+        current.others = [other for other in searches if other is not current]
     best: Draft | None = None
-    for one in looking:
-        found = one.fastest(shape, one.limit, request.fixed)
-        if found is not None and (best is None or found.seconds < best.seconds):
-            best = found
+    for current in searches:
+        candidate = current.fastest(shape, current.limit, request.fixed)
+        if candidate is not None and (best is None or candidate.seconds < best.seconds):
+            best = candidate
         if best is not None and best.shape == shape:
             break
     if best is not None:
         return Answer(best.shape, True)
-    least = looking[0].smallest(shape, request.fixed).shape
-    full = next((one for one in looking if one.draft(least).nbytes > one.limit), None)
+    smallest_shape = searches[0].smallest(shape, request.fixed).shape
+    full = next(
+        (current for current in searches if current.draft(smallest_shape).nbytes > current.limit),
+        None,
+    )
     if full is None:
-        return Answer(least, True)
-    if full is not looking[0]:  # the least of that space is what a refusal tells
-        least = full.smallest(shape, request.fixed).shape
-    return Answer(least, False, full.change(least))
+        return Answer(smallest_shape, True)
+    if full is not searches[0]:  # the least of that space is what a refusal tells
+        smallest_shape = full.smallest(shape, request.fixed).shape
+    return Answer(smallest_shape, False, full.change(smallest_shape))
 
 
 def smallest(shape: StepShape, request: Request) -> StepShape:
@@ -97,13 +100,13 @@ class Search(Drafts):
         waiting = [(0.0, at, 0) for at in range(len(forms))]
         bounds = self._could, self._takes, self._takes_by_ways
         while waiting:
-            seconds, at, known = heappop(waiting)
+            seconds, at, level = heappop(waiting)
             below = math.inf if best is None else best.seconds
             if seconds >= below:
                 break
-            if known < len(bounds):
-                bound = max(seconds, bounds[known](forms[at], limit))
-                heappush(waiting, (bound, at, known + 1))
+            if level < len(bounds):
+                bound = max(seconds, bounds[level](forms[at], limit))
+                heappush(waiting, (bound, at, level + 1))
             else:
                 best = self._best_chunk(forms[at], limit, below, fixed) or best
         return best
@@ -112,22 +115,27 @@ class Search(Drafts):
         """Infinite if the form cannot fit; else the least seconds of what runs twice, estimated from one pass."""
         if self._at_least(replace(form, chunk=min(CHUNKS))) > limit * (1 + SLACK):
             return math.inf
-        again = 2 * reached(form) if form.two_passes else form.twice
-        if not again:
+        repeated_blocks = 2 * reached(form) if form.two_passes else form.twice
+        if not repeated_blocks:
             return 0.0
-        one = form.once
-        return self.sizes(one).seconds + again * self.chain(one).block.forward_seconds
+        single_pass = form.once
+        return (
+            self.sizes(single_pass).seconds
+            + repeated_blocks * self.chain(single_pass).block.forward_seconds
+        )
 
     def _takes(self, form: StepShape, limit: int) -> float:
         """The least seconds of a step of the form within the limit; infinite if nothing fits."""
-        sizes, least = self.sizes(form), replace(form, chunk=min(CHUNKS))
-        beside = self.sizes(least).beside  # graphs without gradients have a loss head, too
-        if self._nbytes(form, sizes, 0) + beside * (1 - SLACK) > limit:
+        sizes, min_chunk = self.sizes(form), replace(form, chunk=min(CHUNKS))
+        outer_nbytes = self.sizes(
+            min_chunk
+        ).beside  # graphs without gradients have a loss head, too
+        if self._nbytes(form, sizes, 0) + outer_nbytes * (1 - SLACK) > limit:
             return math.inf
         if not self.recomputes(form):
             return sizes.seconds
-        over = self.rough(least).nbytes - limit
-        return sizes.seconds + repeats(form) * self.chain(form).least_seconds(over)
+        excess = self.rough(min_chunk).nbytes - limit
+        return sizes.seconds + repeats(form) * self.chain(form).least_seconds(excess)
 
     def _takes_by_ways(self, form: StepShape, limit: int) -> float:
         """The same from the ways to run the blocks; 0 if not needed."""
@@ -145,18 +153,20 @@ class Search(Drafts):
     def _best_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> Draft | None:
         """The fastest of the form's chunks, if it takes less than `below` seconds."""
         best, head = None, math.inf
-        worth = WORTH * (self._at_least(form) - self.request.before(self.space))  # at any limit
+        min_saving = WORTH * (
+            self._at_least(form) - self.request.before(self.space)
+        )  # at any limit
         for chunk in (form.chunk,) if fixed else CHUNKS:
-            one = replace(form, chunk=chunk)
-            sizes = self.sizes(one)
-            work = self.chain(one).head_work if self.inside(one) else int(sizes.arena)
+            variant = replace(form, chunk=chunk)
+            sizes = self.sizes(variant)
+            work = self.chain(variant).head_work if self.inside(variant) else int(sizes.arena)
             work += int(sizes.pool)
-            if work > head - worth:
+            if work > head - min_saving:
                 continue
-            head, found = work, self.fitted(one, limit, below)
-            if found is not None and found.seconds < below:
-                best, below = found, found.seconds
-            if found is not None and found.shape.keep is None:
+            head, candidate = work, self.fitted(variant, limit, below)
+            if candidate is not None and candidate.seconds < below:
+                best, below = candidate, candidate.seconds
+            if candidate is not None and candidate.shape.keep is None:
                 break
         return best
 
@@ -165,25 +175,27 @@ class Search(Drafts):
 
         below  seconds of a step already known to be possible
         """
-        seconds, whole = self.sizes(shape).seconds, self._whole(shape, limit)
-        if whole is not None or not self.recomputes(shape) or seconds >= below:
-            return whole
+        seconds, full_draft = self.sizes(shape).seconds, self._whole(shape, limit)
+        if full_draft is not None or not self.recomputes(shape) or seconds >= below:
+            return full_draft
         left = self._left(shape, limit)
         for _ in range(ROUNDS + len(self.others) * MORE_ROUNDS):
-            found = self.chain(shape).within(left, (below - seconds) / repeats(shape))
-            if found is None:
+            candidate = self.chain(shape).within(left, (below - seconds) / repeats(shape))
+            if candidate is None:
                 return None
-            draft = self.draft(replace(shape, keep=found.choice))
+            draft = self.draft(replace(shape, keep=candidate.choice))
             if self._fits(draft, limit):
                 return draft
-            over = draft.nbytes - limit
-            left = left - over if over > 0 else min(left, found.nbytes) * 7 // 8
+            excess = draft.nbytes - limit
+            left = left - excess if excess > 0 else min(left, candidate.nbytes) * 7 // 8
         return None
 
     def _fits(self, draft: Draft, limit: int) -> bool:
         """Whether a draft is within the limit, and within those of other spaces."""
-        others = ((one.draft(draft.shape).nbytes, one.limit) for one in self.others)
-        return draft.nbytes <= limit and all(nbytes <= most for nbytes, most in others)
+        other_usages = ((peer.draft(draft.shape).nbytes, peer.limit) for peer in self.others)
+        return draft.nbytes <= limit and all(
+            nbytes <= max_nbytes for nbytes, max_nbytes in other_usages
+        )
 
     def _whole(self, shape: StepShape, limit: int) -> Draft | None:
         """The shape with the requested recomputation, if it is within the limit."""
@@ -215,15 +227,18 @@ class Search(Drafts):
 
     def freely(self, shape: StepShape) -> StepShape:
         """The same; `auto` recomputes what takes next to no time, if that saves bytes."""
-        count, asked = reached(shape), self.as_asked(shape)
+        count, requested = reached(shape), self.as_asked(shape)
         if not count or not self.recomputes(shape) or self.request.offload == ALWAYS:
-            return asked
-        whole = self.rough(shape)
-        seconds = FREE * whole.seconds
+            return requested
+        baseline = self.rough(shape)
+        seconds = FREE * baseline.seconds
         places = self.chain(shape).block.free(seconds / (count * repeats(shape)))
-        again = self.draft(replace(shape, keep=uniform(count, places)))
-        pays = again.nbytes < whole.nbytes and again.seconds <= whole.seconds + seconds
-        return again.shape if pays else asked
+        recomputing = self.draft(replace(shape, keep=uniform(count, places)))
+        pays = (
+            recomputing.nbytes < baseline.nbytes
+            and recomputing.seconds <= baseline.seconds + seconds
+        )
+        return recomputing.shape if pays else requested
 
     # ---- the least
 
@@ -234,55 +249,64 @@ class Search(Drafts):
         """
         if even(shape):
             return self._or_again(self.least_of(extremes(shape, fixed)))
-        anew = self.afresh()
-        least = anew.least_of(extremes(shape, fixed))
-        while less := anew.fastest(shape, int(least.nbytes * (1 - SLACK)), fixed):
-            least = less
-        return self._or_again(least)
+        fresh_search = self.afresh()
+        best_draft = fresh_search.least_of(extremes(shape, fixed))
+        while smaller_draft := fresh_search.fastest(
+            shape, int(best_draft.nbytes * (1 - SLACK)), fixed
+        ):
+            best_draft = smaller_draft
+        return self._or_again(best_draft)
 
-    def _or_again(self, least: Draft) -> Draft:
+    def _or_again(self, best_draft: Draft) -> Draft:
         """The draft, or one that recomputes all blocks, if estimates have hidden that it takes fewer bytes."""
-        shape = least.shape
+        shape = best_draft.shape
         if shape.keep is not None or not self.recomputes(shape):
-            return least
-        again = self.draft(replace(shape, keep=uniform(reached(shape), ())))
-        return min(least, again, key=lambda draft: draft.nbytes)
+            return best_draft
+        recomputing = self.draft(replace(shape, keep=uniform(reached(shape), ())))
+        return min(best_draft, recomputing, key=lambda draft: draft.nbytes)
 
     def least_of(self, shapes: Iterable[StepShape]) -> Draft:
         """The shape with the least bytes; estimates and builds only those that could be."""
-        found: Draft | None = None
-        waiting = [(self._at_least(one), False, at, one) for at, one in enumerate(shapes)]
+        best_draft: Draft | None = None
+        waiting = [
+            (self._at_least(candidate), False, at, candidate) for at, candidate in enumerate(shapes)
+        ]
         heapify(waiting)
         while waiting:
             nbytes, estimated, at, shape = heappop(waiting)
-            if found is not None and nbytes > found.nbytes * (1 + CLOSE):
+            if best_draft is not None and nbytes > best_draft.nbytes * (1 + CLOSE):
                 break
             if not estimated:
-                for more, (nbytes, one) in enumerate(self._estimates(shape)):
-                    heappush(waiting, (nbytes, True, 2 * at + more, one))
+                for order, (nbytes, candidate) in enumerate(self._estimates(shape)):
+                    heappush(waiting, (nbytes, True, 2 * at + order, candidate))
                 continue
             draft = self.draft(shape)
-            found = draft if found is None or draft.nbytes < found.nbytes else found
-        assert found is not None
-        return found
+            best_draft = (
+                draft if best_draft is None or draft.nbytes < best_draft.nbytes else best_draft
+            )
+        assert best_draft is not None
+        return best_draft
 
     def _at_least(self, shape: StepShape) -> int:
         """Bytes that the shape takes with any recomputation; two passes are estimated from one."""
-        one = shape.once
-        sizes, arena = self.sizes(one), 0
-        if self.inside(one):
-            arena = self.chain(one).floor(not shape.two_passes, shape.twice)
-        return self._nbytes(one, sizes, 0) + max(arena, int(sizes.beside))
+        single_pass = shape.once
+        sizes, arena = self.sizes(single_pass), 0
+        if self.inside(single_pass):
+            arena = self.chain(single_pass).floor(not shape.two_passes, shape.twice)
+        return self._nbytes(single_pass, sizes, 0) + max(arena, int(sizes.beside))
 
     def _estimates(self, shape: StepShape) -> list[tuple[int, StepShape]]:
         """The requested shape, and the one with the recomputation of least memory, with estimated bytes."""
         if not self.recomputes(shape):
-            asked = self.draft(self.as_asked(shape))
-            return [(asked.nbytes, asked.shape)]
+            requested = self.draft(self.as_asked(shape))
+            return [(requested.nbytes, requested.shape)]
         sizes, smallest = self.sizes(shape), self.chain(shape).smallest
-        inside = smallest.nbytes - int(self.chain(shape).call_nbytes * sizes.inside)
-        least = self._nbytes(shape, sizes, 0) + max(inside, int(sizes.beside))
-        return [(self.rough(shape).nbytes, shape), (least, replace(shape, keep=smallest.choice))]
+        block_nbytes = smallest.nbytes - int(self.chain(shape).call_nbytes * sizes.inside)
+        min_nbytes = self._nbytes(shape, sizes, 0) + max(block_nbytes, int(sizes.beside))
+        return [
+            (self.rough(shape).nbytes, shape),
+            (min_nbytes, replace(shape, keep=smallest.choice)),
+        ]
 
     def change(self, shape: StepShape) -> str:
         """The first of a few changes of settings that fits."""
@@ -295,29 +319,31 @@ class Search(Drafts):
         )
         if at < len(contexts):
             return f"it would fit with --ctx {contexts[at]}"
-        for other in leaner(self.request.optimizer):
-            apart = replace(shape, evaluations=other.evaluations)
-            if self._with(other, shape)._could_fit(apart, limit):
-                return f"it would fit with --optimizer {other.name}, which {other.note}"
+        for leaner_optimizer in leaner(self.request.optimizer):
+            changed_shape = replace(shape, evaluations=leaner_optimizer.evaluations)
+            if self._with(leaner_optimizer, shape)._could_fit(changed_shape, limit):
+                return f"it would fit with --optimizer {leaner_optimizer.name}, which {leaner_optimizer.note}"
         return f"no shorter context fits either: {_smaller(shape)}"
 
     def _with(self, optimizer: Optimizer, shape: StepShape) -> "Search":
         """Another search, which shares measurements that do not depend on the optimizer."""
-        plain = Search(self.request.another(optimizer, shape), self.space)
-        plain._samples = self._samples
-        plain._graphs = {key: found for key, found in self._graphs.items() if key[0] in SAME}
-        plain._chains = {
-            one: found for one, found in self._chains.items() if blocks_in(one) in SAME
+        new_search = Search(self.request.another(optimizer, shape), self.space)
+        new_search._samples = self._samples
+        new_search._graphs = {key: cached for key, cached in self._graphs.items() if key[0] in SAME}
+        new_search._chains = {
+            chain_shape: cached
+            for chain_shape, cached in self._chains.items()
+            if blocks_in(chain_shape) in SAME
         }
-        return plain
+        return new_search
 
     def _could_fit(self, shape: StepShape, limit: int) -> bool:
         """Whether the shape fits, with recomputation if allowed; builds it only if the estimates do not decide."""
         if self._at_least(shape) > limit * (1 + SLACK):
             return False
-        least = min(nbytes for nbytes, _ in self._estimates(shape))
-        if abs(least - limit) > limit * SLACK:
-            return least < limit
+        min_nbytes = min(nbytes for nbytes, _ in self._estimates(shape))
+        if abs(min_nbytes - limit) > limit * SLACK:
+            return min_nbytes < limit
         return self.least_of([shape]).nbytes <= limit
 
 

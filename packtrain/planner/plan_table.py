@@ -26,7 +26,7 @@ def as_data(
     """The plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest.arena(plans.target.space)
     total = plans.total_nbytes
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "weights_bytes": plans.weight_nbytes,
         "mapped_bytes": plans.mapped_nbytes,
         "state_bytes": plans.state_nbytes,
@@ -44,16 +44,16 @@ def as_data(
         "buffers": [asdict(buffer) for buffer in plans.largest.buffers],
     }
     limits = plans.target.limits
-    apart: dict[str, Any] = {
+    space_records: dict[str, Any] = {
         s: {"bytes": plans.nbytes_in(s), "pool_bytes": plans.pool_nbytes(s), "limit": limits.get(s)}
         for s in plans.spaces
     }
-    if apart:
+    if space_records:
         step = [plans.placed[name] for name in runs(plans.shape)]
-        found["splits"] = [[b.space for b, _ in p.splits] for p in step]
-        found["offloaded_bytes"] = put_away_nbytes(plans)
-        found["copies_bytes"] = [[c.results[0].spec.nbytes for c in p.copies] for p in step]
-    return found | ({"spaces": apart} if apart else {})
+        record["splits"] = [[b.space for b, _ in p.splits] for p in step]
+        record["offloaded_bytes"] = put_away_nbytes(plans)
+        record["copies_bytes"] = [[c.results[0].spec.nbytes for c in p.copies] for p in step]
+    return record | ({"spaces": space_records} if space_records else {})
 
 
 def _parameters(plans: Plans) -> str:
@@ -61,16 +61,18 @@ def _parameters(plans: Plans) -> str:
     counts = Counter[str]()
     for leaf in leaves(plans.shape)[1]:
         counts[str(leaf.dtype)] += leaf.spec.size
-    first, *others = (f"{n:,} {{}}in {dtype}" for dtype, n in counts.items())
-    return ", ".join([first.format("parameters "), *(other.format("") for other in others)])
+    first, *other_texts = (f"{n:,} {{}}in {dtype}" for dtype, n in counts.items())
+    return ", ".join(
+        [first.format("parameters "), *(template.format("") for template in other_texts)]
+    )
 
 
 def parts(plans: Plans, space: str = HOST) -> list[tuple[str, int, str]]:
     """Memory of a space outside the arena: what, bytes, why."""
-    here = (leaf for leaf in plans.kept.values() if plans.target.home(leaf).space == space)
-    kept = held_nbytes(here, plans.target)
-    mapped = counted(plans.shape, plans.leaves.values(), plans.target, space) - kept
-    found = [
+    local_leaves = (leaf for leaf in plans.kept.values() if plans.target.home(leaf).space == space)
+    resident_nbytes = held_nbytes(local_leaves, plans.target)
+    mapped = counted(plans.shape, plans.leaves.values(), plans.target, space) - resident_nbytes
+    entries = [
         ("base", mapped, "mapped from its file" if space == HOST else "copied from its file"),
         ("weights", plans.nbytes_of("weight", "table", space=space), _parameters(plans)),
         (
@@ -87,29 +89,29 @@ def parts(plans: Plans, space: str = HOST) -> list[tuple[str, int, str]]:
         ),
     ]
     if space == HOST:
-        found += [
+        entries += [
             ("loop", plans.loop_nbytes, "executors, batches, files, progress"),
             ("process", plans.baseline, "interpreter, kernels, threads, as measured"),
         ]
-    return [part for part in found if part[1]]
+    return [part for part in entries if part[1]]
 
 
-def rows(plans: Plans, spare: int = 0) -> list[str]:
-    """The table of bytes; with `spare`, its total is a sufficient budget."""
+def rows(plans: Plans, spare_nbytes: int = 0) -> list[str]:
+    """The table of bytes; with `spare_nbytes`, its total is a sufficient budget."""
     lines = [line for space in plans.spaces for line in _rows_apart(plans, space)]
-    *found, loop, process = parts(plans)
-    found += [*_arena(plans, HOST), loop, process]
-    if spare:
+    *entries, loop, process = parts(plans)
+    entries += [*_arena(plans, HOST), loop, process]
+    if spare_nbytes:
         planning = max(plans.searching - plans.total_nbytes, 0)
-        found += [("planning", planning, "by which the search before the run needs more")] * bool(
+        entries += [("planning", planning, "by which the search before the run needs more")] * bool(
             planning
         )
-        found += [("spare", spare - planning, "by which a process differs from the next")]
-    found.append(("total", plans.total_nbytes + spare, ""))
+        entries += [("spare", spare_nbytes - planning, "by which a process differs from the next")]
+    entries.append(("total", plans.total_nbytes + spare_nbytes, ""))
     base = plans.shape.base
     if base is not None and not base.strict and not plans.target.apart:
-        found.append(("base", plans.mapped_nbytes, "mapped from its file, not in the total"))
-    return [*lines, *(["in this process"] if lines else []), *map(_line, found)]
+        entries.append(("base", plans.mapped_nbytes, "mapped from its file, not in the total"))
+    return [*lines, *(["in this process"] if lines else []), *map(_line, entries)]
 
 
 def _rows_apart(plans: Plans, space: str) -> Iterator[str]:
@@ -129,36 +131,38 @@ def _arena(plans: Plans, space: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _line(row: tuple[str, int, str]) -> str:
-    name, nbytes, why = row
-    return f"  {name:<10}{size_text(nbytes):>10}  {why}".rstrip()
+    name, nbytes, reason = row
+    return f"  {name:<10}{size_text(nbytes):>10}  {reason}".rstrip()
 
 
 def choices(plans: Plans) -> list[str]:
     """The choices that save memory, as texts."""
     shape = plans.shape
-    again = sum(
+    num_recomputed = sum(
         call.phase == "recomputed" and not call.op.view
         for placed in plans.placed.values()
         for call in placed.graph.calls
     )
-    found = [f"{plural(again, 'operation')} recomputed"] if again else []
-    away = put_away_nbytes(plans)
-    found += (
-        [f"{size_text(away)} of activations wait in the memory of this process"] if away else []
+    lines = [f"{plural(num_recomputed, 'operation')} recomputed"] if num_recomputed else []
+    offloaded_nbytes = put_away_nbytes(plans)
+    lines += (
+        [f"{size_text(offloaded_nbytes)} of activations wait in the memory of this process"]
+        if offloaded_nbytes
+        else []
     )
-    found += ["a first pass measures the gradient norm"] if shape.two_passes else []
-    twice = f"gradients of {shape.twice} of {reached(shape)} blocks are computed twice, first for their norm"
-    found += [twice] if shape.twice else []
-    found += ["micro-batches go through each block in turn"] if shape.layered else []
-    found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
-    return found
+    lines += ["a first pass measures the gradient norm"] if shape.two_passes else []
+    note = f"gradients of {shape.twice} of {reached(shape)} blocks are computed twice, first for their norm"
+    lines += [note] if shape.twice else []
+    lines += ["micro-batches go through each block in turn"] if shape.layered else []
+    lines += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
+    return lines
 
 
 def put_away_nbytes(plans: Plans) -> int:
     """Bytes of activations that wait in the process's memory for the backward pass."""
     copies = (s for name in runs(plans.shape) for s in plans.placed[name].put_away)
-    found = [s.results[0].spec.nbytes for s in copies if s.backend.space == HOST]
-    return sum(found) // plans.shape.graphs
+    host_sizes = [s.results[0].spec.nbytes for s in copies if s.backend.space == HOST]
+    return sum(host_sizes) // plans.shape.graphs
 
 
 def crossings(plans: Plans) -> list[str]:

@@ -20,16 +20,16 @@ Bucket = tuple[int, list[Tensor]]  # sums, and the step of the graph that comple
 
 def buckets_of(micro: Placed) -> list[Bucket]:
     """The sums that a micro-batch adds to, in the order in which they are complete, at least BUCKET numbers each."""
-    found, waiting, count = list[Bucket](), list[Tensor](), 0
+    buckets, waiting, count = list[Bucket](), list[Tensor](), 0
     for at, step in enumerate(micro.steps):
         if step.op.name == "accumulate":
             waiting.append(step.results[0].base)
             count += waiting[-1].spec.size
             if count >= BUCKET:
-                found.append((at, waiting))
+                buckets.append((at, waiting))
                 waiting, count = [], 0
     last = len(micro.steps)
-    return [*found, (last, waiting)] if waiting else found
+    return [*buckets, (last, waiting)] if waiting else buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,20 @@ def shared(plans: Plans, rates: cost_model.Rates, link: float) -> Shared:
     bytes per second, is free; an update, of which each evaluation has one, waits for the last of them."""
     ranks, micro = plans.shape.ranks, plans.placed[MICRO]
     times = runs(plans.shape)
-    one = cost_model.seconds(micro, rates)
-    computing = times[MICRO] * one + times[UPDATE] * cost_model.seconds(plans.placed[UPDATE], rates)
+    micro_seconds = cost_model.seconds(micro, rates)
+    computing = times[MICRO] * micro_seconds + times[UPDATE] * cost_model.seconds(
+        plans.placed[UPDATE], rates
+    )
     sent = [(at, sum(t.spec.size for t in sums)) for at, sums in buckets_of(micro)]
     durations = [transfer_seconds(n, ranks, rates, link) for _, n in sent]
-    late = last_arrival(_ready(micro, rates, [at for at, _ in sent]), durations) - one
+    delay = last_arrival(_ready(micro, rates, [at for at, _ in sent]), durations) - micro_seconds
     busy, stalled = _scattered(plans, rates, link)
     messages = MESSAGES * round_seconds(ranks)
     spread = 0.0
     if plans.shape.share is not None:
         numbers = sum(plans.leaves[name].spec.size for name in plans.trained)
         spread = transfer_seconds(numbers, ranks, rates, link) / 2
-    waiting = times[UPDATE] * max(late, 0.0) + times[MICRO] * stalled + messages + spread
+    waiting = times[UPDATE] * max(delay, 0.0) + times[MICRO] * stalled + messages + spread
     exchanging = times[UPDATE] * sum(durations) + times[MICRO] * busy + messages + spread
     return Shared(computing, exchanging, waiting)
 
@@ -75,14 +77,14 @@ def _scattered(plans: Plans, rates: cost_model.Rates, link: float) -> tuple[floa
     """Seconds that the link is busy, and that a micro-batch waits for it, where its sums are shared out."""
     micro, ranks = plans.placed[MICRO], plans.shape.ranks
     read = {t for step in micro.steps for t in step.reads}
-    now = free = busy = stalled = 0.0
+    elapsed = free = busy = stalled = 0.0
     for step in micro.steps:
-        now += cost_model.call_seconds(step, rates, read)
+        elapsed += cost_model.call_seconds(step, rates, read)
         if step.op.name == "reduce_scatter":
             transfer = transfer_seconds(step.reads[1].spec.size, ranks, rates, link) / 2
-            free, busy = max(free, now) + transfer, busy + transfer
-        elif step.op.name == "arrive" and free > now:
-            now, stalled = free, stalled + free - now
+            free, busy = max(free, elapsed) + transfer, busy + transfer
+        elif step.op.name == "arrive" and free > elapsed:
+            elapsed, stalled = free, stalled + free - elapsed
     return busy, stalled
 
 
@@ -101,10 +103,10 @@ def round_seconds(ranks: int) -> float:
     return (ranks - 1) * LATENCY
 
 
-def last_arrival(ready: Sequence[float], durations: Sequence[float]) -> float:
+def last_arrival(start_times: Sequence[float], durations: Sequence[float]) -> float:
     """When the last of some transfers is done, which go one after the other, each once it is ready."""
     free = 0.0
-    for start, seconds in zip(ready, durations, strict=True):
+    for start, seconds in zip(start_times, durations, strict=True):
         free = max(free, start) + seconds
     return free
 

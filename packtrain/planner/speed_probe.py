@@ -66,9 +66,9 @@ def layers() -> Tensor:
     """Two layers in sequence, as in a step: 13 MiB."""
     x = input("x", (256, 512))
     for i in range(2):
-        gate, up = (weight(f"{name}.{i}", (1024, 512)) for name in ("gate", "up"))
+        gate, up_weight = (weight(f"{name}.{i}", (1024, 512)) for name in ("gate", "up"))
         y = ops.rms_norm(x, weight(f"norm.{i}", (512,)), eps=1e-6)
-        y = ops.swiglu(ops.matmul(y, gate), ops.matmul(y, up))
+        y = ops.swiglu(ops.matmul(y, gate), ops.matmul(y, up_weight))
         x = ops.add(x, ops.matmul(y, weight(f"down.{i}", (512, 1024))))
     return x
 
@@ -103,14 +103,14 @@ class Timing:
 
     def rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
         """The total time of all calls, for each of several rounds."""
-        times, before, start = list[float](), waited(), time.perf_counter()
+        times, waited_before, start = list[float](), waited(), time.perf_counter()
         while len(times) < LEAST_ROUNDS or (len(times) < ROUNDS and sum(times) < SPENT):
-            began = self.clock()
+            start_time = self.clock()
             for call in calls:
                 call()
-            times.append(self.clock() - began)
+            times.append(self.clock() - start_time)
         self.wall += time.perf_counter() - start
-        self.waited += waited() - before
+        self.waited += waited() - waited_before
         return times
 
     @property
@@ -118,9 +118,9 @@ class Timing:
         """Whether no other program used the processor."""
         return self.waited < WAITED * self.wall
 
-    def rates(self, threads: int, known: Rates = BEGIN) -> Rates:
-        """The rates that explain the times of all calls; rates without a call are taken from `known`."""
-        rates = replace(known, threads=threads)
+    def rates(self, threads: int, fallback: Rates = BEGIN) -> Rates:
+        """The rates that explain the times of all calls; rates without a call are taken from `fallback`."""
+        rates = replace(fallback, threads=threads)
         for _ in range(PASSES):
             for kind, step, took in self.calls:
                 rates = solved(rates, kind, step, took)
@@ -147,22 +147,24 @@ def solved(rates: Rates, kind: str, step: Step, took: float) -> Rates:
     if kind == "call":
         return replace(rates, call=took)
     if kind == "region":
-        without = call_seconds(step, replace(rates, region=0.0))
-        return replace(rates, region=max(took - without, 0.0))
+        base_seconds = call_seconds(step, replace(rates, region=0.0))
+        return replace(rates, region=max(took - base_seconds, 0.0))
     left = took - rates.call - rates.region
     if kind in MEMORY:
         rate = moved(step, cost) / max(left, LEAST * took)
         return replace(rates, near=rate) if kind == "near" else replace(rates, nbytes=rate)
     amount = cost.work[kind]
-    others = sum(n / rates.of(other) for other, n in cost.work.items() if other != kind)
-    left = left / idle(cost.tasks, threads=rates.threads) - others
+    other_seconds = sum(
+        n / rates.of(work_kind) for work_kind, n in cost.work.items() if work_kind != kind
+    )
+    left = left / idle(cost.tasks, threads=rates.threads) - other_seconds
     rate = amount / max(left, LEAST * took)
     flops = 2 * rate if kind == "multiply" else rates.flops
     return replace(rates, flops=flops, kinds={**rates.kinds, kind: rate})
 
 
 def measured(
-    types: Collection[Dtype] = (), known: Rates = BEGIN, target: Target = CPU
+    types: Collection[Dtype] = (), fallback: Rates = BEGIN, target: Target = CPU
 ) -> tuple[Rates, bool]:
     """Measure the rates in about a second; also returns whether the machine was quiet.
 
@@ -171,28 +173,28 @@ def measured(
     threads = kernels.threads()
     timing = timed(Timing(target=target), types)
     if timing.quiet or target.apart:
-        found = timing.rates(threads, known)
-        return replace(found, link=copying(timing)) if target.apart else found, True
+        new_rates = timing.rates(threads, fallback)
+        return replace(new_rates, link=copying(timing)) if target.apart else new_rates, True
     kernels.set_threads(1)
     try:
-        alone = timed(Timing(time.thread_time, statistics.median), types).rates(1, known)
+        single_thread = timed(Timing(time.thread_time, statistics.median), types).rates(1, fallback)
     finally:
         kernels.set_threads(threads)
-    return alone.times(threads), False
+    return single_thread.times(threads), False
 
 
 def copying(timing: Timing) -> float:
     """Bytes per second between the memory of the target and the process's, there and back."""
     host, (backend, *_) = np.ones(COPIED, np.uint8), timing.target.backends
     spec = Spec((COPIED // f32.block_nbytes,))
-    there = backend.view(backend.alloc(COPIED), 0, spec, spec.strides)
+    device_array = backend.view(backend.alloc(COPIED), 0, spec, spec.strides)
     values = host.view(np.float32)
 
     def back() -> None:
         backend.sync()
-        backend.fetch(there, values)
+        backend.fetch(device_array, values)
 
-    took = timing.rounds([lambda: backend.write(there, values), back])
+    took = timing.rounds([lambda: backend.write(device_array, values), back])
     return 2 * COPIED / timing.choose(took)
 
 

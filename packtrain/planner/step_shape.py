@@ -42,8 +42,8 @@ class Base:
         if config.lora is not None:
             return name.endswith(SUFFIXES)
         first = config.block_count - self.last if self.last else 0
-        reached = int(name.split(".")[1]) >= first if name.startswith("blk.") else not self.last
-        return reached and not any(fnmatchcase(name, p) for p in self.frozen)
+        is_selected = int(name.split(".")[1]) >= first if name.startswith("blk.") else not self.last
+        return is_selected and not any(fnmatchcase(name, p) for p in self.frozen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,21 +20,21 @@ def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
     for rows in [shape.rows] if fixed else divisors(shape.rows):
         micros = shape.micros * shape.rows // rows
         for layered in (shape.layered,) if fixed else (False, True):
-            few = 1 < micros <= min(PARTS, BLOCKS // blocks)
-            if layered and not (few and one_pass):
+            is_small = 1 < micros <= min(PARTS, BLOCKS // blocks)
+            if layered and not (is_small and one_pass):
                 continue
-            one = replace(shape.once, rows=rows, micros=micros, layered=layered)
-            yield one
+            candidate = replace(shape.once, rows=rows, micros=micros, layered=layered)
+            yield candidate
             if clips and (layered or micros == 1):
                 for count in numbers(reached(shape), TWICE if even(shape) else FEW):
-                    yield replace(one, twice=count)
-                yield replace(one, two_passes=True)
+                    yield replace(candidate, twice=count)
+                yield replace(candidate, two_passes=True)
 
 
-def numbers(count: int, most: int) -> list[int]:
+def numbers(count: int, max_numbers: int) -> list[int]:
     """Numbers up to `count`, at most so many, evenly spaced."""
-    most = min(count, most)
-    return [-(-count * n // most) for n in range(1, most + 1)]
+    max_numbers = min(count, max_numbers)
+    return [-(-count * n // max_numbers) for n in range(1, max_numbers + 1)]
 
 
 def divisors(count: int) -> list[int]:
@@ -44,6 +44,10 @@ def divisors(count: int) -> list[int]:
 
 def extremes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
     """Candidates for the least memory: all rows at once, or as few as possible."""
-    found = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
-    ends = found[0].rows, found[-1].rows
-    return [one for one in found if one.rows in ends and not one.twice]
+    all_shapes = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
+    extreme_rows = all_shapes[0].rows, all_shapes[-1].rows
+    return [
+        candidate
+        for candidate in all_shapes
+        if candidate.rows in extreme_rows and not candidate.twice
+    ]

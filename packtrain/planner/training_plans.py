@@ -95,8 +95,10 @@ class Plans:
 
     def nbytes_of(self, *roles: Role, space: str | None = None) -> int:
         """Bytes of allocated leaves with these roles, in one space or in all."""
-        found = (leaf for leaf in self.kept.values() if leaf.role in roles)
-        return nbytes_of(leaf for leaf in found if space in (None, self.target.home(leaf).space))
+        matching_leaves = (leaf for leaf in self.kept.values() if leaf.role in roles)
+        return nbytes_of(
+            leaf for leaf in matching_leaves if space in (None, self.target.home(leaf).space)
+        )
 
     @property
     def state_nbytes(self) -> int:
@@ -153,9 +155,9 @@ class Plans:
         """Bytes that a run takes of a memory space."""
         leaves = counted(self.shape, self.leaves.values(), self.target, space)
         constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
-        beside = self.loop_nbytes if space == HOST else constants
+        overhead = self.loop_nbytes if space == HOST else constants
         arena, rooms = self.largest_in(space).arena(space), rooms_nbytes(self.shape.ranks, space)
-        return leaves + arena.nbytes + beside + rooms + self.pool_nbytes(space)
+        return leaves + arena.nbytes + overhead + rooms + self.pool_nbytes(space)
 
     def pool_nbytes(self, space: str) -> int:
         """What kernels take of a space beside their workspaces, and buffers beside what they hold."""
@@ -164,11 +166,15 @@ class Plans:
 
     def _buffers(self, space: str) -> list[int]:
         """Sizes of what a session has there: what was copied from a file, other leaves and constants, the arena."""
-        here = [leaf for leaf in self.leaves.values() if self.target.home(leaf).space == space]
-        mapped = [leaf.spec.nbytes for leaf in here if is_mapped(self.shape, leaf)]
-        kept = held_nbytes((leaf for leaf in here if not is_mapped(self.shape, leaf)), self.target)
+        local_leaves = [
+            leaf for leaf in self.leaves.values() if self.target.home(leaf).space == space
+        ]
+        mapped = [leaf.spec.nbytes for leaf in local_leaves if is_mapped(self.shape, leaf)]
+        resident_nbytes = held_nbytes(
+            (leaf for leaf in local_leaves if not is_mapped(self.shape, leaf)), self.target
+        )
         constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
-        return [*mapped, kept + constants, self.largest_in(space).arena(space).nbytes]
+        return [*mapped, resident_nbytes + constants, self.largest_in(space).arena(space).nbytes]
 
     def seconds(self, rates: cost_model.Rates) -> float:
         """Expected time of one training step."""
@@ -213,39 +219,46 @@ def counted(
 ) -> int:
     """Bytes of these leaves in a memory space; mapped ones count only if they had to be copied."""
     strict = space != HOST or (shape.base is not None and shape.base.strict)
-    here = [leaf for leaf in leaves if target.home(leaf).space == space]
-    own = held_nbytes((leaf for leaf in here if not is_mapped(shape, leaf)), target)
-    return own + nbytes_of(leaf for leaf in here if is_mapped(shape, leaf)) * strict
+    local_leaves = [leaf for leaf in leaves if target.home(leaf).space == space]
+    resident_nbytes = held_nbytes(
+        (leaf for leaf in local_leaves if not is_mapped(shape, leaf)), target
+    )
+    return (
+        resident_nbytes
+        + nbytes_of(leaf for leaf in local_leaves if is_mapped(shape, leaf)) * strict
+    )
 
 
 def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
     """Bytes of this process for leaves of a memory that it cannot see, on their way into a file or out of one."""
-    away = (leaf.spec.nbytes for leaf in leaves if target.home(leaf).space != HOST)
-    return PASSING * max(away, default=0)
+    remote_sizes = (leaf.spec.nbytes for leaf in leaves if target.home(leaf).space != HOST)
+    return PASSING * max(remote_sizes, default=0)
 
 
 def loop_nbytes(shape: StepShape, calls: int) -> int:
     """Bytes of the training loop outside the session: executors, batches, files."""
     # tokens, targets, weights, pos, seq, and which targets are an answer's, or what a teacher or the base says
-    said = 0 if shape.distill is None else shape.distill.numbers(shape.time)
-    batch = 4 * shape.rows * ((5 + 2 * shape.pairs) * shape.time + said)
+    num_targets = 0 if shape.distill is None else shape.distill.numbers(shape.time)
+    batch = 4 * shape.rows * ((5 + 2 * shape.pairs) * shape.time + num_targets)
     # as they come, with their share of the loss, and together or those before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
-    own = LOOP_NBYTES + THREADS_NBYTES * (shape.ranks > 1)
+    fixed_nbytes = LOOP_NBYTES + THREADS_NBYTES * (shape.ranks > 1)
     if isinstance(shape.distill, Replay):
-        own += WRITING_NBYTES + shape.distill.nbytes
-    return own + BOUND_NBYTES * calls + times * batch * shape.micros
+        fixed_nbytes += WRITING_NBYTES + shape.distill.nbytes
+    return fixed_nbytes + BOUND_NBYTES * calls + times * batch * shape.micros
 
 
 def make_plans(
     shape: StepShape,
     optimizer: Optimizer,
-    others: Mapping[Name, Placed] | None = None,
+    extra_graphs: Mapping[Name, Placed] | None = None,
     target: Target = CPU,
 ) -> Plans:
     """Plans for training, optionally for evaluation, and for other graphs on the same leaves."""
     graphs = ((name, build_graph(name, shape, optimizer).graph) for name in names(shape))
-    placed = dict[Name, Placed]((name, place(g, target)) for name, g in graphs) | dict(others or {})
+    placed = dict[Name, Placed]((name, place(g, target)) for name, g in graphs) | dict(
+        extra_graphs or {}
+    )
     plans = Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()}, target)
     named = {name for name in target.homes if not name.startswith("cache.")}
     unknown = named - plans.leaves.keys() - {*get_args(Role)}
@@ -298,17 +311,17 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     stream = loss.blocks[first:]
     keep = None if shape.keep is None else shape.keep.ranks(stream)
     if name == MICRO:
-        own = shape.share if shape.scatter else None
-        graph = accumulating(outputs, trained, keep=keep, inner=inner, share=own)
+        sum_share = shape.share if shape.scatter else None
+        graph = accumulating(outputs, trained, keep=keep, inner=inner, share=sum_share)
     elif name == MEASURE:
         graph = measuring(outputs, trained, keep=keep, inner=inner)
     elif name == APPLY:
         graph = applying(outputs, trained, optimizer, keep=keep, inner=inner, **shape.clipping)
     else:
-        behind = stream[shape.twice * parts :][:parts]
-        twice = (_of_twice(shape, trained), behind) if shape.twice else None
-        how = shape.clipping | {"twice": twice}
-        graph = training(outputs, trained, optimizer, keep=keep, inner=inner, **how)
+        next_blocks = stream[shape.twice * parts :][:parts]
+        split_pass = (_of_twice(shape, trained), next_blocks) if shape.twice else None
+        options = shape.clipping | {"twice": split_pass}
+        graph = training(outputs, trained, optimizer, keep=keep, inner=inner, **options)
     graph.away = frozenset(t for t, rank in (keep or {}).items() if rank == AWAY)
     return Built(graph, stream, inner)
 
@@ -316,15 +329,15 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
 def _of_twice(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
     """The weights of blocks whose gradients are computed twice."""
     end = passed_over(shape.config, shape.base) + shape.twice
-    inside = tuple(f"blk.{at}." for at in range(end))
-    return [leaf for leaf in trained if leaf.label.startswith(inside)]
+    prefixes = tuple(f"blk.{at}." for at in range(end))
+    return [leaf for leaf in trained if leaf.label.startswith(prefixes)]
 
 
 @cache
 def passed_over(config: Config, base: Base | None) -> int:
     """Number of blocks before the first one that the backward pass reaches."""
-    every = transformer.weights(config).items()
-    names = (name for name, leaf in every if base is None or base.trains(config, leaf))
+    all_weights = transformer.weights(config).items()
+    names = (name for name, leaf in all_weights if base is None or base.trains(config, leaf))
     trained = [n for n in names if n.startswith(("blk.", EMBEDDING, *LAYER_INPUTS))]
     if any(not name.startswith("blk.") for name in trained):
         return 0

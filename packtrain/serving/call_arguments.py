@@ -21,10 +21,10 @@ def read_document(text: str, at: int) -> tuple[Any, int]:
 def read_value(text: str) -> Any:
     """An argument that is written alone: JSON or Python where it is that, but no string."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return _literal(text) if text[:1] in ("{", "[") or text in CONSTANTS else text
-    return text if isinstance(found, str) else found
+    return text if isinstance(value, str) else value
 
 
 def read_bare(text: str, at: int, quote: str) -> tuple[Any, int]:
@@ -34,11 +34,11 @@ def read_bare(text: str, at: int, quote: str) -> tuple[Any, int]:
         rf"\s*(?:{mark}(?P<text>.*?){mark}|(?P<sign>[{{}}\[\],:])|(?P<key>[^:{{}}\[\],]+?)\s*(?=:)|(?P<value>[\w.+-]+))",
         re.S,
     )
-    while (found := part.match(text, at)) is not None:
-        word, at = found[found.lastgroup or 0], found.end()
-        is_words = found.lastgroup in ("text", "key")
+    while (match := part.match(text, at)) is not None:
+        word, at = match[match.lastgroup or 0], match.end()
+        is_words = match.lastgroup in ("text", "key")
         parts.append(json.dumps(word) if is_words else "null" if word == "None" else word)
-        depth += (word in "{[") - (word in "}]") if found.lastgroup == "sign" else 0
+        depth += (word in "{[") - (word in "}]") if match.lastgroup == "sign" else 0
         if depth <= 0:
             break
     return read_document("".join(parts), 0)[0], at
@@ -49,19 +49,21 @@ def read_keywords(text: str, name: str, at: int) -> Read | None:
 
     Strings end where a comma or the end follows: quotes within them are as they are.
     """
-    found, key = dict[str, Any](), re.compile(r"\s*(\w+)\s*=\s*")
+    arguments, key = dict[str, Any](), re.compile(r"\s*(\w+)\s*=\s*")
     while (named := key.match(text, at)) is not None:
         quote, at = text[named.end() : named.end() + 1], named.end()
         if quote in ("'", '"'):
-            ended = re.compile(rf"(.*?){quote}(?=\s*(?:,\s*\w+\s*=|\)))", re.S).match(text, at + 1)
-            if ended is None:
+            string_match = re.compile(rf"(.*?){quote}(?=\s*(?:,\s*\w+\s*=|\)))", re.S).match(
+                text, at + 1
+            )
+            if string_match is None:
                 return None
-            found[named[1]], at = ended[1], ended.end()
+            arguments[named[1]], at = string_match[1], string_match.end()
         else:
-            found[named[1]], at = _plain(text, at)
+            arguments[named[1]], at = _plain(text, at)
         at = re.compile(r"\s*,?").match(text, at).end()  # type: ignore[union-attr]
     end = re.compile(r"\s*(?=\))").match(text, at)
-    return None if end is None else (name, found, end.end())
+    return None if end is None else (name, arguments, end.end())
 
 
 def _plain(text: str, at: int) -> tuple[Any, int]:
@@ -69,10 +71,10 @@ def _plain(text: str, at: int) -> tuple[Any, int]:
     document, end = read_document(text, at)
     if end > at:
         return document, end
-    for found in re.finditer(r"[,)]", text[at : at + LONGEST]):
-        words = text[at : at + found.start()].strip()
+    for match in re.finditer(r"[,)]", text[at : at + LONGEST]):
+        words = text[at : at + match.start()].strip()
         if (read := _literal(words)) != words:
-            return read, at + found.start()
+            return read, at + match.start()
     return None, at
 
 

@@ -161,21 +161,21 @@ class Engine:
         return [slot.writing for slot in self.slots if slot.writing]
 
     def _end_cancelled(self) -> None:
-        over = self._closing and self._hurried
+        is_closing = self._closing and self._hurried
         for slot in self.slots:
-            if slot.writing and (over or slot.writing.ticket.cancelled):
+            if slot.writing and (is_closing or slot.writing.ticket.cancelled):
                 self._finish(slot, CANCELLED)
         with self._change:
-            gone = [ticket for ticket in self._queue if over or ticket.cancelled]
-            for ticket in gone:
+            cancelled = [ticket for ticket in self._queue if is_closing or ticket.cancelled]
+            for ticket in cancelled:
                 self._queue.remove(ticket)
-        for ticket in gone:
+        for ticket in cancelled:
             ticket.tell(End(CANCELLED, Counts(len(ticket.job.prompt))))
 
-    def _finish(self, slot: Slot, reason: str, why: str = "") -> None:
+    def _finish(self, slot: Slot, reason: str, message: str = "") -> None:
         """End the answer of a slot, whose cells stay until room is short; those that pause may go on."""
         assert slot.writing
-        slot.writing.end(reason, why)
+        slot.writing.end(reason, message)
         slot.writing = None
         self.context.release(slot.number)
         for writing in self._all():
@@ -196,27 +196,27 @@ class Engine:
                     self._begin(slot, ticket)
                 except Exception as error:
                     if slot.writing is None:
-                        why = f"internal error: {type(error).__name__}"
-                        ticket.tell(End(FAILED, Counts(len(ticket.job.prompt)), why=why))
+                        message = f"internal error: {type(error).__name__}"
+                        ticket.tell(End(FAILED, Counts(len(ticket.job.prompt)), why=message))
                     raise
 
     def _slot_for(self, job: Job) -> Slot | None:
-        idle = [slot for slot in self.slots if not slot.writing]
+        free_slots = [slot for slot in self.slots if not slot.writing]
         if job.slot >= 0:
-            idle = [slot for slot in idle if slot.number == job.slot]
-        if not idle or self._is_being_read(job):
+            free_slots = [slot for slot in free_slots if slot.number == job.slot]
+        if not free_slots or self._is_being_read(job):
             return None
-        best = max(idle, key=lambda slot: (self._known(slot, job), -slot.used))
-        known = self._known(best, job)
-        if known > self._similar * len(job.prompt) and not self._loses(best, known):
+        best = max(free_slots, key=lambda slot: (self._known(slot, job), -slot.used))
+        num_cached = self._known(best, job)
+        if num_cached > self._similar * len(job.prompt) and not self._loses(best, num_cached):
             return best
-        return min(idle, key=lambda slot: slot.used)
+        return min(free_slots, key=lambda slot: slot.used)
 
-    def _loses(self, slot: Slot, known: int) -> bool:
+    def _loses(self, slot: Slot, num_cached: int) -> bool:
         """Whether a slot would lose more than is used of it, though another slot can share that part."""
         pools = self.context.pools
         shares = not pools.parts and not pools.ring
-        return shares and len(pools.all.of(slot.number)) > 2 * known
+        return shares and len(pools.all.of(slot.number)) > 2 * num_cached
 
     def _known(self, slot: Slot, job: Job) -> int:
         """How much of a prompt is in the cells of a slot."""
@@ -227,13 +227,13 @@ class Engine:
 
     def _is_being_read(self, job: Job) -> bool:
         """Whether a slot reads a prompt that begins like this one, further than any slot has got."""
-        there = max(self._known(slot, job) for slot in self.slots)
+        num_cached = max(self._known(slot, job) for slot in self.slots)
         coming = (
             common(w.job.prompt, job.prompt)
             for w in self._all()
             if w.reading and not w.paused and w.job.adapters == job.adapters
         )
-        return job.reuse and max(coming, default=0) >= there + SHARED
+        return job.reuse and max(coming, default=0) >= num_cached + SHARED
 
     def _begin(self, slot: Slot, ticket: Ticket) -> None:
         job, context = ticket.job, self.context
@@ -259,11 +259,11 @@ class Engine:
         """If another slot knows more of the prompt, have the same cells."""
         if self.context.pools.parts:
             return
-        best = max(self.slots, key=lambda one: self._known(one, job))
-        known = self._known(best, job)
-        if known >= self._known(slot, job) + SHARED:
+        best = max(self.slots, key=lambda other: self._known(other, job))
+        num_cached = self._known(best, job)
+        if num_cached >= self._known(slot, job) + SHARED:
             self.context.remove(slot.number)
-            self.context.copy(best.number, slot.number, 0, known)
+            self.context.copy(best.number, slot.number, 0, num_cached)
             slot.scales = job.adapters
 
     # ---- one run
@@ -281,20 +281,20 @@ class Engine:
                 chains.append(slot.writing.chain)
         if not tokens:
             return
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
-            found = self.context.choices(tokens, chains, seqs, wanted=rows)
+            results = self.context.choices(tokens, chains, seqs, wanted=rows)
         except CacheFull:
             self._make_room()
             return
-        self._read(parts, found)
-        self._count(parts, time.perf_counter() - began)
+        self._read(parts, results)
+        self._count(parts, time.perf_counter() - start_time)
 
     def _batch(self) -> list[tuple[Slot, int]]:
         """Slots, and how many of their tokens are read: one of each that writes, and prompts or a part of one."""
-        going = [s for s in self.slots if s.writing and not s.writing.paused]
-        batch = [(s, 1) for s in going if s.writing and not s.writing.reading]
-        prompts = [(s, s.writing) for s in going if s.writing and s.writing.reading]
+        active_slots = [s for s in self.slots if s.writing and not s.writing.paused]
+        batch = [(s, 1) for s in active_slots if s.writing and not s.writing.reading]
+        prompts = [(s, s.writing) for s in active_slots if s.writing and s.writing.reading]
         prompts.sort(key=lambda p: (p[1].waited < PATIENCE, len(p[1].left)))
         room = self._chunk - len(batch)
         for i, (slot, writing) in enumerate(prompts):
@@ -305,9 +305,9 @@ class Engine:
                 writing.waited, room = 0, room - count
         return batch
 
-    def _read(self, parts: Sequence[tuple[Slot, int]], found: Sequence[Given]) -> None:
+    def _read(self, parts: Sequence[tuple[Slot, int]], results: Sequence[Given]) -> None:
         """Give the results of a run to the slots that have read all they had."""
-        rows = iter(found)
+        rows = iter(results)
         for slot, count in parts:
             writing = slot.writing
             assert writing
@@ -344,10 +344,10 @@ class Engine:
 
     def _make_room(self) -> None:
         """Let the answer that began last pause; its text is read again later. One alone is over."""
-        going = [slot for slot in self.slots if slot.writing and not slot.writing.paused]
-        last = max(going, key=lambda slot: slot.used)
+        active_slots = [slot for slot in self.slots if slot.writing and not slot.writing.paused]
+        last = max(active_slots, key=lambda slot: slot.used)
         assert last.writing
-        if len(going) == 1:
+        if len(active_slots) == 1:
             if not self._shift(last):
                 self._finish(last, "context")
             return
@@ -355,22 +355,22 @@ class Engine:
         self.context.remove(last.number)
 
     def _count(self, parts: Sequence[tuple[Slot, int]], seconds: float) -> None:
-        totals, every = self.totals, sum(count for _, count in parts)
-        written = sum(1 for _, count in parts if count == 1)
+        totals, num_tokens = self.totals, sum(count for _, count in parts)
+        num_written = sum(1 for _, count in parts if count == 1)
         totals.runs += 1
         totals.busy += len(parts)
-        totals.read += every - written
-        totals.written += written
-        totals.reading += seconds * (every - written) / every
-        totals.writing += seconds * written / every
+        totals.read += num_tokens - num_written
+        totals.written += num_written
+        totals.reading += seconds * (num_tokens - num_written) / num_tokens
+        totals.writing += seconds * num_written / num_tokens
 
 
 def _nothing() -> None:
     """Nobody listens."""
 
 
-def common(known: Sequence[int], text: Sequence[int]) -> int:
+def common(cached_ids: Sequence[int], token_ids: Sequence[int]) -> int:
     """How many tokens two texts have in common at the beginning."""
-    size = min(len(known), len(text))
-    differ = np.flatnonzero(np.asarray(known[:size]) != np.asarray(text[:size]))
+    size = min(len(cached_ids), len(token_ids))
+    differ = np.flatnonzero(np.asarray(cached_ids[:size]) != np.asarray(token_ids[:size]))
     return int(differ[0]) if len(differ) else size

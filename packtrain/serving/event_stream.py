@@ -35,10 +35,10 @@ class Shape(Protocol):
 
     def begin(self) -> list[dict[str, Any]]: ...
     def part(self, number: int, part: Part) -> list[dict[str, Any]]: ...
-    def progress(self, number: int, told: Progress) -> list[dict[str, Any]]: ...
+    def progress(self, number: int, update: Progress) -> list[dict[str, Any]]: ...
     def end(self, number: int, end: End) -> list[dict[str, Any]]: ...
     def close(self, counts: Sequence[Counts]) -> list[dict[str, Any]]: ...
-    def whole(self, found: Sequence[tuple[str, tuple[Chosen, ...], End]]) -> Any: ...
+    def whole(self, answers: Sequence[tuple[str, tuple[Chosen, ...], End]]) -> Any: ...
 
 
 class Failure(RuntimeError):
@@ -95,20 +95,22 @@ class Whole(_Answer):
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         texts, tokens = [""] * len(self._jobs), [list[Chosen]() for _ in self._jobs]
-        ends = dict[int, End]()
-        async for found in self._server.told(self._jobs):
-            for number, told in found:
-                if isinstance(told, Part):
-                    texts[number] += told.text
-                    tokens[number] += told.tokens
-                elif isinstance(told, End):
-                    ends[number] = told
-        failed = next((end for end in ends.values() if end.reason in (FAILED, CANCELLED)), None)
+        end_events = dict[int, End]()
+        async for batch in self._server.told(self._jobs):
+            for number, event in batch:
+                if isinstance(event, Part):
+                    texts[number] += event.text
+                    tokens[number] += event.tokens
+                elif isinstance(event, End):
+                    end_events[number] = event
+        failed = next(
+            (end for end in end_events.values() if end.reason in (FAILED, CANCELLED)), None
+        )
         if failed is not None:
             response = JSONResponse(*failure(failed))
         else:
-            every = [(texts[n], tuple(tokens[n]), ends[n]) for n in range(len(self._jobs))]
-            response = JSONResponse(self._shape.whole(every))
+            answers = [(texts[n], tuple(tokens[n]), end_events[n]) for n in range(len(self._jobs))]
+            response = JSONResponse(self._shape.whole(answers))
         await response(scope, receive, send)
 
     async def late(self, fault: Any, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,14 +137,14 @@ class Events(_Answer):
         patience = self._server.limits.patience
         loop, tick = asyncio.get_running_loop(), min(QUIET, patience) / 3
         async with (
-            aclosing(self._server.told(self._jobs, tick)) as told,
-            asyncio.timeout(2 * patience) as late,
+            aclosing(self._server.told(self._jobs, tick)) as event_stream,
+            asyncio.timeout(2 * patience) as deadline,
         ):
-            await anext(told)  # who is refused has a status for it
+            await anext(event_stream)  # who is refused has a status for it
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for event in self._events(told):
-                if (late.when() or 0.0) < loop.time() + patience:
-                    late.reschedule(loop.time() + 2 * patience)
+            async for event in self._events(event_stream):
+                if (deadline.when() or 0.0) < loop.time() + patience:
+                    deadline.reschedule(loop.time() + 2 * patience)
                 if event:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -152,11 +154,11 @@ class Events(_Answer):
             await send({"type": "http.response.body", "body": _data(fault), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self, every: AsyncIterator[list[tuple[int, Told]]]) -> AsyncIterator[bytes]:
+    async def _events(self, batches: AsyncIterator[list[tuple[int, Told]]]) -> AsyncIterator[bytes]:
         yield b"".join(map(_data, self._shape.begin()))
         counts, heard = dict[int, Counts](), time.monotonic()
-        async for found in every:
-            event = b"".join(self._told(found, counts))
+        async for batch in batches:
+            event = b"".join(self._told(batch, counts))
             if not event and time.monotonic() - heard >= QUIET:  # also while a call is written
                 event = b": still working\n\n"
             heard = time.monotonic() if event else heard
@@ -169,19 +171,19 @@ class Events(_Answer):
         yield last
 
     def _told(
-        self, found: Sequence[tuple[int, Told]], counts: dict[int, Counts]
+        self, batch: Sequence[tuple[int, Told]], counts: dict[int, Counts]
     ) -> Iterator[bytes]:
         """The events of what was told. Counts of answers that end are added."""
-        for number, told in found:
-            if isinstance(told, Part):
-                yield from map(_data, self._shape.part(number, told))
-            elif isinstance(told, Progress):
-                yield from map(_data, self._shape.progress(number, told))
-            elif told.reason in (FAILED, CANCELLED):
-                yield _data(failure(told)[0])
+        for number, event in batch:
+            if isinstance(event, Part):
+                yield from map(_data, self._shape.part(number, event))
+            elif isinstance(event, Progress):
+                yield from map(_data, self._shape.progress(number, event))
+            elif event.reason in (FAILED, CANCELLED):
+                yield _data(failure(event)[0])
             else:
-                counts[number] = told.counts
-                yield from map(_data, self._shape.end(number, told))
+                counts[number] = event.counts
+                yield from map(_data, self._shape.end(number, event))
 
 
 def _data(event: Any) -> bytes:

@@ -32,9 +32,9 @@ PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key,
 def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
     """The application. With keys, requests need one of them; with `ui` there is a page at /."""
     bodies = Bodies()
-    made = [_route(server, bodies, *one) for one in routes.ALL]
+    api_routes = [_route(server, bodies, *entry) for entry in routes.ALL]
     return Starlette(
-        routes=[*made, *([page_route()] if ui else ())],
+        routes=[*api_routes, *([page_route()] if ui else ())],
         exception_handlers={
             InputError: _bad,
             RecursionError: _deep,
@@ -56,8 +56,8 @@ class Cors(CORSMiddleware):
     """Starlette's, but a browser that also asks about private networks is not refused: that is for it to decide."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        asked = {key: value for key, value in request_headers.items() if key != PRIVATE}
-        return super().preflight_response(Headers(asked))
+        headers = {key: value for key, value in request_headers.items() if key != PRIVATE}
+        return super().preflight_response(Headers(headers))
 
 
 class Keys:
@@ -70,31 +70,31 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"] not in PUBLIC:
             headers = Headers(scope=scope)
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not self._knows(given) and not self._knows(headers.get("x-api-key", "")):
+            api_key = headers.get("authorization", "").removeprefix("Bearer ")
+            if not self._knows(api_key) and not self._knows(headers.get("x-api-key", "")):
                 refused = JSONResponse(error(401, "Invalid API Key"), 401)
                 await refused(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _knows(self, given: str) -> bool:
+    def _knows(self, candidate: str) -> bool:
         """Takes as long for every key of a length."""
-        found = [secrets.compare_digest(given.encode("latin-1"), key) for key in self._keys]
-        return any(found)
+        matches = [secrets.compare_digest(candidate.encode("latin-1"), key) for key in self._keys]
+        return any(matches)
 
 
 def _route(server: Server, bodies: Bodies, path: str, method: str, work: Any) -> Route:
     """A route whose function gets the server and, for POST, the body."""
 
-    def answer(*given: Any) -> Response:
-        found = work(server, *given)
-        return found if isinstance(found, Response) else JSONResponse(found)
+    def answer(*args: Any) -> Response:
+        result = work(server, *args)
+        return result if isinstance(result, Response) else JSONResponse(result)
 
     async def endpoint(request: Request) -> Response:
         if method == "GET":
             return answer(request)
-        async with bodies.parsed(request, server.limits, method) as given:
-            body = given if method == "POST list" else Body(given)
+        async with bodies.parsed(request, server.limits, method) as payload:
+            body = payload if method == "POST list" else Body(payload)
             return await run_in_threadpool(answer, body, request)
 
     return Route(path, endpoint, methods=[method.split()[0]])
@@ -102,8 +102,8 @@ def _route(server: Server, bodies: Bodies, path: str, method: str, work: Any) ->
 
 async def _bad(request: Request, fault: Exception) -> Response:
     if isinstance(fault, TooLong):
-        more = {"n_prompt_tokens": fault.tokens, "n_ctx": fault.limit}
-        return JSONResponse(error(400, str(fault), "exceed_context_size_error", **more), 400)
+        details = {"n_prompt_tokens": fault.tokens, "n_ctx": fault.limit}
+        return JSONResponse(error(400, str(fault), "exceed_context_size_error", **details), 400)
     return JSONResponse(error(400, str(fault)), 400)
 
 

@@ -29,9 +29,9 @@ def bound(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
-        why = str(getattr(error, "strerror", None) or error).lower()
+        reason = str(getattr(error, "strerror", None) or error).lower()
         raise InputError(
-            f"--host {host} --port {port}: cannot listen there: {why}", "use another port"
+            f"--host {host} --port {port}: cannot listen there: {reason}", "use another port"
         ) from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE))
@@ -53,8 +53,8 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > CONNECTIONS:
-            idle = (one for one in self._all() if not one.asks)
-            min(idle, key=lambda one: one.since).transport.abort()
+            idle_connections = (connection for connection in self._all() if not connection.asks)
+            min(idle_connections, key=lambda connection: connection.since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -73,17 +73,19 @@ class _Connection(H11Protocol):
     def _cut_slow(self) -> None:
         """Cut connections that have not taken their answers, the oldest first, until few enough bytes wait."""
         unsent = {
-            one: one.transport.get_write_buffer_size()
-            for one in sorted(self._all(), key=lambda one: one.since)
+            connection: connection.transport.get_write_buffer_size()
+            for connection in sorted(self._all(), key=lambda connection: connection.since)
         }
-        over = sum(unsent.values()) - UNSENT
-        for one, size in unsent.items():
-            if over > 0 and size:
-                one.transport.abort()
-                over -= size
+        excess_nbytes = sum(unsent.values()) - UNSENT
+        for connection, size in unsent.items():
+            if excess_nbytes > 0 and size:
+                connection.transport.abort()
+                excess_nbytes -= size
 
     def _all(self) -> "list[_Connection]":
-        return [one for one in self.connections if isinstance(one, _Connection)]
+        return [
+            connection for connection in self.connections if isinstance(connection, _Connection)
+        ]
 
     def _wait(self) -> None:
         self._stop()
@@ -112,28 +114,30 @@ class _Listener(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, LINGER))
-        ending = asyncio.create_task(super().shutdown(sockets))
-        while not (self._hurried or ending.done()):
+        engine_task = asyncio.create_task(asyncio.to_thread(self._engine.close, LINGER))
+        shutdown_task = asyncio.create_task(super().shutdown(sockets))
+        while not (self._hurried or shutdown_task.done()):
             await asyncio.sleep(0.05)
-        await asyncio.wait((ending,), timeout=TELLING)
+        await asyncio.wait((shutdown_task,), timeout=TELLING)
         for connection in [*self.server_state.connections]:
             connection.transport.abort()
-        await ending
-        await closing
+        await shutdown_task
+        await engine_task
 
 
-def listener(app: Starlette, engine: Engine, say: Callable[[str], None]) -> uvicorn.Server:
+def listener(app: Starlette, engine: Engine, report: Callable[[str], None]) -> uvicorn.Server:
     """Serves when it is run, until a signal or `should_exit`; running answers may finish, for a while."""
     config = uvicorn.Config(
         app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False, http=_Connection,
         loop="asyncio", date_header=True, h11_max_incomplete_event_size=HEADERS,
         timeout_graceful_shutdown=int(LINGER) + 5, timeout_keep_alive=int(IDLE),
     )  # fmt: skip
-    return _Listener(config, engine, say)
+    return _Listener(config, engine, report)
 
 
-def listen(app: Starlette, engine: Engine, sock: socket.socket, say: Callable[[str], None]) -> None:
+def listen(
+    app: Starlette, engine: Engine, sock: socket.socket, report: Callable[[str], None]
+) -> None:
     """Serve until a signal."""
     with suppress(KeyboardInterrupt):  # the signal again, once all has ended
-        listener(app, engine, say).run(sockets=[sock])
+        listener(app, engine, report).run(sockets=[sock])

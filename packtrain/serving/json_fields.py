@@ -47,23 +47,25 @@ class Body:
         value = self._values[name]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value) if abs(value) < 1e300 else math.inf
-        whole = kind is int and isinstance(value, float) and value.is_integer()
-        value = int(value) if whole else value
+        is_integral = kind is int and isinstance(value, float) and value.is_integer()
+        value = int(value) if is_integral else value
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise InputError(f"{self._where}{name} must be {KINDS[kind]}")
         return value
 
-    def number(self, name: str, default: Any, least: float = -math.inf, most: float = math.inf) -> Any:  # fmt: skip
+    def number(
+        self, name: str, default: Any, min_value: float = -math.inf, max_value: float = math.inf
+    ) -> Any:
         """A number of the type of the default."""
         if not self.has(name):
             return default
         value = self._typed(name, type(default))
         if abs(value) > LARGEST:
             raise InputError(f"{self._where}{name} is too large")
-        if not (math.isfinite(value) and least <= value <= most):
+        if not (math.isfinite(value) and min_value <= value <= max_value):
             bounds = [
                 f"{side} {_shown(limit)}"
-                for side, limit in (("at least", least), ("at most", most))
+                for side, limit in (("at least", min_value), ("at most", max_value))
                 if math.isfinite(limit)
             ]
             raise InputError(
@@ -84,28 +86,30 @@ class Body:
 
     def object(self, name: str) -> dict[str, Any]:
         """A JSON object; empty if there is none."""
-        found = self.get(name) if self.has(name) else {}
-        if not isinstance(found, dict):
+        value = self.get(name) if self.has(name) else {}
+        if not isinstance(value, dict):
             raise InputError(f"{self._where}{name} must be a JSON object")
-        return found
+        return value
 
-    def listed(self, name: str, most: int) -> list[Any]:
+    def listed(self, name: str, max_length: int) -> list[Any]:
         """A list of at most so many values; empty if there is none."""
         value = self.get(name) if self.has(name) else []
         if not isinstance(value, list):
             raise InputError(f"{self._where}{name} must be a list")
-        if len(value) > most:
-            raise InputError(f"{self._where}{name} has {len(value):,} values; at most {most:,}")
+        if len(value) > max_length:
+            raise InputError(
+                f"{self._where}{name} has {len(value):,} values; at most {max_length:,}"
+            )
         return value
 
-    def texts(self, name: str, most: int) -> tuple[str, ...]:
+    def texts(self, name: str, max_length: int) -> tuple[str, ...]:
         """One text, or a list of them."""
         if isinstance(self.get(name), str):
             return (self.text(name),)
-        found = self.listed(name, most)
-        if not all(isinstance(text, str) for text in found):
+        values = self.listed(name, max_length)
+        if not all(isinstance(text, str) for text in values):
             raise InputError(f"{self._where}{name} must be text, or a list of texts")
-        return tuple(found)
+        return tuple(values)
 
 
 def stops_of(body: Body) -> tuple[str, ...]:
@@ -121,19 +125,19 @@ def seed_of(body: Body, default: int) -> int:
 def sampling_of(body: Body, defaults: Sampling, tokenizer: Tokenizer) -> Sampling:
     """How tokens are chosen: what a request says, over the server's settings."""
     changed = dict[str, Any]()
-    for name, own in FIELDS.items():
-        if own not in OWN and body.has(name):
-            field = SETTINGS[own]
-            least, most = field.metadata.get("bounds", (None, None))
+    for name, setting in FIELDS.items():
+        if setting not in OWN and body.has(name):
+            field = SETTINGS[setting]
+            lower, upper = field.metadata.get("bounds", (None, None))
             kind = float(0) if field.type in (float, "float") else 0
-            bounds = (-math.inf if least is None else least, math.inf if most is None else most)
-            if own == "top_k":  # below zero it is off, as in llama-server: clients send -1
-                changed[own] = max(body.number(name, kind), 0)
+            bounds = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
+            if setting == "top_k":  # below zero it is off, as in llama-server: clients send -1
+                changed[setting] = max(body.number(name, kind), 0)
             else:
-                changed[own] = body.number(name, kind, *bounds)
+                changed[setting] = body.number(name, kind, *bounds)
     if body.has("samplers"):
-        given = body.get("samplers")
-        named = given if isinstance(given, str) else ";".join(body.texts("samplers", 32))
+        samplers = body.get("samplers")
+        named = samplers if isinstance(samplers, str) else ";".join(body.texts("samplers", 32))
         if len(named) > LONGEST_SAMPLERS:
             raise InputError(f"samplers has more than {LONGEST_SAMPLERS:,} characters")
         changed["samplers"] = named
@@ -147,12 +151,12 @@ def sampling_of(body: Body, defaults: Sampling, tokenizer: Tokenizer) -> Samplin
     return sampling
 
 
-def biases_of(given: Any, tokenizer: Tokenizer) -> list[str]:
+def biases_of(logit_bias: Any, tokenizer: Tokenizer) -> list[str]:
     """`{"id": bias}`, or `[[id or text, bias]]`; false forbids a token. As the setting has them: 15043+1."""
-    pairs = [*given.items()] if isinstance(given, dict) else given
+    pairs = [*logit_bias.items()] if isinstance(logit_bias, dict) else logit_bias
     if not isinstance(pairs, list) or len(pairs) > MOST_BIAS:
         raise InputError(f"logit_bias must be an object or a list of at most {MOST_BIAS:,} pairs")
-    found = list[str]()
+    biases = list[str]()
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError("logit_bias: each value must be a pair of a token and a number")
@@ -160,10 +164,10 @@ def biases_of(given: Any, tokenizer: Tokenizer) -> list[str]:
         bias = -math.inf if bias is False else bias
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias < LARGEST:
             raise InputError("logit_bias: a bias must be a number, or false")
-        found += [f"{id}{float(bias):+}" for id in ids_of(token, tokenizer)]
-        if len(found) > MOST_BIAS:
+        biases += [f"{id}{float(bias):+}" for id in ids_of(token, tokenizer)]
+        if len(biases) > MOST_BIAS:
             raise InputError(f"logit_bias has more than {MOST_BIAS:,} tokens")
-    return found
+    return biases
 
 
 def ids_of(token: Any, tokenizer: Tokenizer) -> list[int]:
@@ -182,55 +186,55 @@ def ids_of(token: Any, tokenizer: Tokenizer) -> list[int]:
 
 
 def prompts_of(
-    given: Any, tokenizer: Tokenizer, most: int, name: str = "prompt"
+    value: Any, tokenizer: Tokenizer, max_prompts: int, name: str = "prompt"
 ) -> list[list[int]]:
     """Token ids of one prompt or several: each a text, or a list of ids and texts; `name` is the field's."""
-    if given is None:
+    if value is None:
         raise InputError(f"'{name}' is required")
-    parts = given if isinstance(given, list) else []
+    parts = value if isinstance(value, list) else []
     nested = any(isinstance(part, list | dict) for part in parts)
     texts = len(parts) > 1 and all(isinstance(part, str) for part in parts)
-    several = parts if nested or texts else [given]
-    if len(several) > most:
-        raise InputError(f"{name} has {len(several)} texts; at most {most}")
-    return [prompt_of(one, tokenizer, name) for one in several]
+    prompts = parts if nested or texts else [value]
+    if len(prompts) > max_prompts:
+        raise InputError(f"{name} has {len(prompts)} texts; at most {max_prompts}")
+    return [prompt_of(prompt, tokenizer, name) for prompt in prompts]
 
 
-def prompt_of(given: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[int]:
+def prompt_of(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[int]:
     """Token ids of a text, of a list of ids and texts, or of {"prompt_string": text}."""
-    if isinstance(given, dict) and isinstance(given.get("prompt_string"), str):
-        if given.get("multimodal_data"):
+    if isinstance(prompt, dict) and isinstance(prompt.get("prompt_string"), str):
+        if prompt.get("multimodal_data"):
             raise InputError("multimodal_data: this model reads text only")
-        given = given["prompt_string"]
-    if isinstance(given, str):
-        return tokenizer.encode(given, eos=False)
-    if not isinstance(given, list) or not given:
+        prompt = prompt["prompt_string"]
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, eos=False)
+    if not isinstance(prompt, list) or not prompt:
         raise InputError(f"{name} must be a text, or a list of token ids and texts")
-    found = list[int]()
-    for i, part in enumerate(given):
+    ids = list[int]()
+    for i, part in enumerate(prompt):
         if isinstance(part, str):
-            found += tokenizer.encode(part, bos=None if i == 0 else False, eos=False)
+            ids += tokenizer.encode(part, bos=None if i == 0 else False, eos=False)
         elif (
             isinstance(part, int)
             and not isinstance(part, bool)
             and 0 <= part < tokenizer.vocab_size
         ):
-            found.append(part)
+            ids.append(part)
         else:
             raise InputError(
                 f"{name}[{i}] must be a text or a token id below {tokenizer.vocab_size:,}"
             )
-    return found
+    return ids
 
 
-def adapters_of(given: Any, defaults: Sequence[float]) -> tuple[float, ...]:
+def adapters_of(entries: Any, defaults: Sequence[float]) -> tuple[float, ...]:
     """The scale of each adapter: [{"id": 0, "scale": 0.5}]; those not named have 0, as in llama-server."""
-    if given is None:
+    if entries is None:
         return tuple(defaults)
-    if not isinstance(given, list):
+    if not isinstance(entries, list):
         raise InputError('lora must be a list like [{"id": 0, "scale": 1.0}]')
     scales = [0.0] * len(defaults)
-    for entry in given:
+    for entry in entries:
         body = Body(entry, "lora")
         id = body.number("id", -1)
         if not 0 <= id < len(scales):

@@ -26,9 +26,9 @@ TEXTS = {
 
 def settings_of(job: Job, body: Body | None = None) -> dict[str, Any]:
     """How a job was sampled, by llama-server's names; without a body without what it said in its own words."""
-    own, given = dataclasses.asdict(job.sampling), body or Body({})
+    sampling, request = dataclasses.asdict(job.sampling), body or Body({})
     biases = job.sampling.biases.items()
-    found = {name: own[field] for name, field in FIELDS.items()} | {
+    settings = {name: sampling[field] for name, field in FIELDS.items()} | {
         "seed": job.seed,
         "n_predict": job.count,
         "max_tokens": job.count,
@@ -40,13 +40,13 @@ def settings_of(job: Job, body: Body | None = None) -> dict[str, Any]:
         "dry_sequence_breakers": [*job.sampling.breakers],
         "n_keep": job.keep,
         "n_discard": job.discard,
-        "grammar": given.text("grammar"),
-        "stream": given.flag("stream"),
-        "timings_per_token": given.flag("timings_per_token"),
+        "grammar": request.text("grammar"),
+        "stream": request.flag("stream"),
+        "timings_per_token": request.flag("timings_per_token"),
         "post_sampling_probs": job.after,
         "lora": [{"id": id, "scale": scale} for id, scale in enumerate(job.adapters)],
     }
-    return {k: v for k, v in (OFF | found).items() if body is not None or k not in TEXTS}
+    return {k: v for k, v in (OFF | settings).items() if body is not None or k not in TEXTS}
 
 
 class Native:
@@ -68,14 +68,14 @@ class Native:
         """What a stream sends for a part."""
         self._texts[number] += part.text
         ids = [token.id for token in part.tokens]
-        found = self._piece(number, part.text, ids, part.counts.written)
+        event = self._piece(number, part.text, ids, part.counts.written)
         if self._timed:
-            found["timings"] = timings(part.counts)
-        return [found | self._probabilities(number, part.tokens)]
+            event["timings"] = timings(part.counts)
+        return [event | self._probabilities(number, part.tokens)]
 
-    def progress(self, number: int, told: Progress) -> list[dict[str, Any]]:
+    def progress(self, number: int, update: Progress) -> list[dict[str, Any]]:
         """What a stream sends while a prompt is read."""
-        return [self._piece(number, "", [], 0) | progress(told)]
+        return [self._piece(number, "", [], 0) | progress(update)]
 
     def _piece(self, number: int, text: str, ids: list[int], written: int) -> dict[str, Any]:
         return {
@@ -95,10 +95,10 @@ class Native:
     def close(self, counts: Sequence[Counts]) -> list[dict[str, Any]]:
         return []
 
-    def whole(self, found: Sequence[tuple[str, tuple[Chosen, ...], End]]) -> Any:
+    def whole(self, results: Sequence[tuple[str, tuple[Chosen, ...], End]]) -> Any:
         """The answers at once; one is no list."""
         answers = []
-        for number, (text, tokens, end) in enumerate(found):
+        for number, (text, tokens, end) in enumerate(results):
             self._texts[number] = text
             ids = tokens if self._all else ()
             answer = self.last(number, text, ids, end) | self._probabilities(number, tokens)
@@ -108,9 +108,9 @@ class Native:
     def _probabilities(self, number: int, tokens: Sequence[Chosen]) -> dict[str, Any]:
         if not self._jobs[number].top:
             return {}
-        found = [described(token, self._tokenizer) for token in tokens]
+        entries = [described(token, self._tokenizer) for token in tokens]
         after = self._jobs[number].after
-        return {"completion_probabilities": [*map(linear, found)] if after else found}
+        return {"completion_probabilities": [*map(linear, entries)] if after else entries}
 
     def last(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> dict[str, Any]:
         job, counts = self._jobs[number], end.counts
@@ -136,18 +136,18 @@ class Native:
 
 def linear(token: dict[str, Any]) -> dict[str, Any]:
     """A token whose probabilities are not logarithms."""
-    own = {name: token[name] for name in ("id", "token", "bytes")}
+    fields = {name: token[name] for name in ("id", "token", "bytes")}
     top = {"top_probs": [*map(linear, token["top_logprobs"])]} if "top_logprobs" in token else {}
-    return own | {"prob": math.exp(token["logprob"])} | top
+    return fields | {"prob": math.exp(token["logprob"])} | top
 
 
-def chosen(answer: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+def chosen(answer: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     """Only some fields of an answer, by path: `generation_settings/n_predict`."""
-    found = dict[str, Any]()
-    for path in wanted:
+    selected = dict[str, Any]()
+    for path in paths:
         value: Any = answer
         for part in path.split("/"):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            found[path] = value
-    return found
+            selected[path] = value
+    return selected

@@ -35,12 +35,17 @@ class Texts:
     ends_with_done = True
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, asked: Asked, verbose: Native | None = None
+        self, model: str, tokenizer: Tokenizer, request: Asked, verbose: Native | None = None
     ) -> None:
-        self._model, self._tokenizer, self._asked, self._verbose = model, tokenizer, asked, verbose
-        self._id, self._told = new_id(self.kind), asked.shown is not None
-        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in asked.jobs]
-        self._lengths = [0] * len(asked.jobs)
+        self._model, self._tokenizer, self._asked, self._verbose = (
+            model,
+            tokenizer,
+            request,
+            verbose,
+        )
+        self._id, self._told = new_id(self.kind), request.shown is not None
+        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in request.jobs]
+        self._lengths = [0] * len(request.jobs)
 
     def _head(self, object: str) -> Event:
         return head(object, self._id, self._model)
@@ -48,13 +53,13 @@ class Texts:
     def _event(
         self, number: int, content: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
     ) -> Event:
-        told = self._probabilities(number, tokens) if self._told and tokens else None
-        choice = {"index": number, **content, "logprobs": told, "finish_reason": reason}
+        logprobs = self._probabilities(number, tokens) if self._told and tokens else None
+        choice = {"index": number, **content, "logprobs": logprobs, "finish_reason": reason}
         return self._head(self.streamed) | {"choices": [choice]}
 
     def begin(self) -> list[Event]:
-        told = enumerate(self._asked.before)
-        return [self._event(number, {"text": text}) for number, text in told]
+        prefixes = enumerate(self._asked.before)
+        return [self._event(number, {"text": text}) for number, text in prefixes]
 
     def part(self, number: int, part: Part) -> list[Event]:
         event = self._event(number, {"text": part.text}, tokens=part.tokens)
@@ -63,12 +68,12 @@ class Texts:
     def _timed(self, part: Part) -> Event:
         return {"timings": timings(part.counts)} if self._asked.timed else {}
 
-    def progress(self, number: int, told: Progress) -> list[Event]:
-        return [self._event(number, {"text": ""}) | progress(told)]
+    def progress(self, number: int, update: Progress) -> list[Event]:
+        return [self._event(number, {"text": ""}) | progress(update)]
 
     def end(self, number: int, end: End) -> list[Event]:
-        told = self._more(number, "", end) | {"timings": timings(end.counts)}
-        return [self._event(number, {"text": ""}, finish(end)) | told]
+        extra = self._more(number, "", end) | {"timings": timings(end.counts)}
+        return [self._event(number, {"text": ""}, finish(end)) | extra]
 
     def _more(self, number: int, text: str, end: End) -> Event:
         """What `verbose` asks for."""
@@ -78,21 +83,21 @@ class Texts:
         """After all answers."""
         if not self._asked.counted:
             return []
-        told = {"usage": usage(counts, self._asked.count), "timings": timings(counts[-1])}
-        return [self._head(self.streamed) | {"choices": []} | told]
+        totals = {"usage": usage(counts, self._asked.count), "timings": timings(counts[-1])}
+        return [self._head(self.streamed) | {"choices": []} | totals]
 
-    def whole(self, found: Found) -> Event:
+    def whole(self, answers: Found) -> Event:
         """All answers at once."""
-        choices = [self._choice(number, *one) for number, one in enumerate(found)]
-        counts = [end.counts for _, _, end in found]
-        told = {"usage": usage(counts, self._asked.count), "timings": timings(counts[0])}
-        more = self._more(0, found[0][0], found[0][2])
-        return self._head(self.object) | {"choices": choices} | told | more
+        choices = [self._choice(number, *answer) for number, answer in enumerate(answers)]
+        counts = [end.counts for _, _, end in answers]
+        totals = {"usage": usage(counts, self._asked.count), "timings": timings(counts[0])}
+        extra = self._more(0, answers[0][0], answers[0][2])
+        return self._head(self.object) | {"choices": choices} | totals | extra
 
     def _choice(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> Event:
-        told = self._probabilities(number, tokens) if self._told else None
+        logprobs = self._probabilities(number, tokens) if self._told else None
         text = self._asked.before[number] + text if self._asked.before else text
-        return {"index": number, "text": text, "logprobs": told, "finish_reason": finish(end)}
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish(end)}
 
     def _described(self, tokens: Sequence[Chosen]) -> list[Event]:
         return [described(token, self._tokenizer, self._asked.shown) for token in tokens]
@@ -100,14 +105,14 @@ class Texts:
     def _probabilities(self, number: int, tokens: Sequence[Chosen]) -> Event:
         """As /v1/completions has always had them, and by token, as chats have them."""
         content = self._described(tokens)
-        names = [_name(one) for one in content]
-        offsets = [self._offset(number, *one) for one in zip(names, content, strict=True)]
+        names = [_name(entry) for entry in content]
+        offsets = [self._offset(number, *entry) for entry in zip(names, content, strict=True)]
         return {
             "content": content,
             "tokens": names,
-            "token_logprobs": [one["logprob"] for one in content],
+            "token_logprobs": [entry["logprob"] for entry in content],
             "top_logprobs": [
-                {_name(top): top["logprob"] for top in one["top_logprobs"]} for one in content
+                {_name(top): top["logprob"] for top in entry["top_logprobs"]} for entry in content
             ],
             "text_offset": offsets,
         }
@@ -134,22 +139,22 @@ class Chats(Texts):
     kind, object, streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, asked: Asked, verbose: Native | None = None
+        self, model: str, tokenizer: Tokenizer, request: Asked, verbose: Native | None = None
     ) -> None:
-        super().__init__(model, tokenizer, asked, verbose)
-        tools = self._tools = asked.tools
+        super().__init__(model, tokenizer, request, verbose)
+        tools = self._tools = request.tools
         openings = tools.awaited if tools else ()
-        self._leading = asked.head
-        self._shown = [Pieces(openings) for _ in asked.jobs]
-        self._texts = [""] * len(asked.jobs)
-        thinks = asked.thinks
+        self._leading = request.head
+        self._shown = [Pieces(openings) for _ in request.jobs]
+        self._texts = [""] * len(request.jobs)
+        thinks = request.thinks
         self._thoughts = (
-            None if thinks is None else [Thoughts(thinks, asked.marks) for _ in asked.jobs]
+            None if thinks is None else [Thoughts(thinks, request.marks) for _ in request.jobs]
         )
 
     def _head(self, object: str) -> Event:
-        told = self._tools.warnings if self._tools else ()
-        return super()._head(object) | ({"warnings": [*told]} if told else {})
+        warnings = self._tools.warnings if self._tools else ()
+        return super()._head(object) | ({"warnings": [*warnings]} if warnings else {})
 
     def _delta(
         self, number: int, delta: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
@@ -167,9 +172,9 @@ class Chats(Texts):
     def _start(self, number: int) -> Event:
         return self._delta(number, {"role": "assistant", "content": None})
 
-    def progress(self, number: int, told: Progress) -> list[Event]:
-        events = [self._start(number) | progress(told)]
-        return [*events, self._start(number)] if told.read == told.total else events
+    def progress(self, number: int, update: Progress) -> list[Event]:
+        events = [self._start(number) | progress(update)]
+        return [*events, self._start(number)] if update.read == update.total else events
 
     def part(self, number: int, part: Part) -> list[Event]:
         thought, content = self._split(number, part.text)
@@ -211,8 +216,8 @@ class Chats(Texts):
         for index, call in enumerate(calls):
             events.append(self._delta(number, {"tool_calls": [{"index": index, **call}]}))
         reason = "tool_calls" if calls and reason == "stop" else reason
-        told = {} if self._asked.counted else {"timings": timings(end.counts)}
-        return [*events, self._delta(number, {}, reason) | self._more(number, "", end) | told]
+        extra = {} if self._asked.counted else {"timings": timings(end.counts)}
+        return [*events, self._delta(number, {}, reason) | self._more(number, "", end) | extra]
 
     def _calls(self, text: str) -> tuple[str, list[Event]]:
         return self._tools.parse(text) if self._tools else (text.removeprefix(self._leading), [])

@@ -6,16 +6,16 @@ FORMATS = (AUTO, NONE, DEEPSEEK)
 MARKS = OPEN, CLOSE
 
 
-def marks_of(template: str, own: tuple[str, str]) -> tuple[str, str] | None:
+def marks_of(template: str, template_marks: tuple[str, str]) -> tuple[str, str] | None:
     """What stands around thoughts: <think>, or the template's own, as Gemma 4's channel; None: there are none."""
-    opened, closed = own[0].strip(), own[1].strip()
+    opened, closed = template_marks[0].strip(), template_marks[1].strip()
     return MARKS if CLOSE in template else (opened, closed) if opened and closed else None
 
 
-def is_thinking(prompt: str, begun: str | None, marks: tuple[str, str] = MARKS) -> bool:
+def is_thinking(prompt: str, partial_answer: str | None, marks: tuple[str, str] = MARKS) -> bool:
     """Whether the text that an answer goes on from, a prompt or the answer that has begun, ends within thoughts."""
-    if begun is not None:
-        return begun.rfind(marks[0]) > begun.rfind(marks[1])
+    if partial_answer is not None:
+        return partial_answer.rfind(marks[0]) > partial_answer.rfind(marks[1])
     return prompt.rstrip().endswith(marks[0])
 
 
@@ -56,8 +56,8 @@ class Thoughts:
 
     def rest(self) -> tuple[str, str]:
         """What was held back, at the end of an answer."""
-        held, self._held = self._held, ""
-        return (self._trimmed(held).rstrip(), "") if self._thinking else ("", held)
+        pending, self._held = self._held, ""
+        return (self._trimmed(pending).rstrip(), "") if self._thinking else ("", pending)
 
     def _trimmed(self, text: str) -> str:
         if self._bare:
@@ -68,12 +68,12 @@ class Thoughts:
 
 def _unsure(text: str, close: str) -> int:
     """From where on a text could be the end of thoughts: space, or a beginning of their closing tag."""
-    ends = (n for n in range(len(close) - 1, 0, -1) if text.endswith(close[:n]))
-    return len(text[: len(text) - next(ends, 0)].rstrip())
+    end_lengths = (n for n in range(len(close) - 1, 0, -1) if text.endswith(close[:n]))
+    return len(text[: len(text) - next(end_lengths, 0)].rstrip())
 
 
 def split(text: str, thinking: bool, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
     """Thoughts and content of a whole answer."""
     thoughts = Thoughts(thinking, marks)
-    found = thoughts.add(text), thoughts.rest()
-    return found[0][0] + found[1][0], found[0][1] + found[1][1]
+    parts = thoughts.add(text), thoughts.rest()
+    return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]

@@ -39,8 +39,8 @@ class Bodies:
         async with AsyncExitStack() as turns:
             try:
                 await self._read(request, limits, text, turns)
-                own = self._turns.setdefault(kind, asyncio.Semaphore(READERS))
-                await turns.enter_async_context(own)
+                semaphore = self._turns.setdefault(kind, asyncio.Semaphore(READERS))
+                await turns.enter_async_context(semaphore)
                 if await request.is_disconnected():
                     raise ClientDisconnect
                 yield await run_in_threadpool(parsed, bytes(text))
@@ -57,16 +57,16 @@ class Bodies:
         too_large = HTTPException(413, f"the request has more than {limits.body:,} bytes")
         if int(request.headers.get("content-length", "0")) > limits.body:
             raise too_large
-        late = HTTPException(408, f"the request did not come within {limits.patience:g} s")
+        timeout_error = HTTPException(408, f"the request did not come within {limits.patience:g} s")
         busy = HTTPException(503, "too many large requests at once; try again later")
-        fault, is_large = late, False
+        fault, is_large = timeout_error, False
         try:
             async with asyncio.timeout(limits.patience):
                 async for chunk in request.stream():
                     if len(text) + len(chunk) > LARGE and not is_large:
                         fault, is_large = busy, True
                         await turns.enter_async_context(self._large)
-                        fault = late
+                        fault = timeout_error
                     text += chunk
                     if len(text) > limits.body:
                         raise too_large
@@ -80,11 +80,11 @@ def parsed(text: bytes) -> Any:
         words = text.decode("utf-8-sig")
         if len(words) > MOST_VALUES:
             check_count(words)
-        found = (
+        document = (
             json.loads(words, parse_float=_finite, parse_constant=_finite) if words.strip() else {}
         )
         if "\\u" in words:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(document, ensure_ascii=False).encode()
     except RecursionError:
         raise InputError("the body is nested too deeply") from None
     except UnicodeEncodeError as error:
@@ -92,13 +92,13 @@ def parsed(text: bytes) -> Any:
         raise InputError(f"the body has half a surrogate pair, {half}", "it needs both") from None
     except ValueError:
         raise InputError("the body is not JSON") from None
-    return found
+    return document
 
 
 def check_count(words: str) -> None:
     """Raises InputError if there are too many values."""
-    bare = TEXTS.sub("", words)
-    if sum(map(bare.count, ",[{:")) > MOST_VALUES:
+    structure = TEXTS.sub("", words)
+    if sum(map(structure.count, ",[{:")) > MOST_VALUES:
         raise InputError(f"the body has more than {MOST_VALUES:,} values")
 
 
@@ -116,21 +116,23 @@ class Heard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # a client that asks before it sends is told not to
-        ended = any(name == b"expect" for name, _ in scope.get("headers", ()))
+        is_complete = any(name == b"expect" for name, _ in scope.get("headers", ()))
 
         async def reading() -> Message:
-            nonlocal ended
+            nonlocal is_complete
             message = await receive()
-            ended = not message.get("more_body")
+            is_complete = not message.get("more_body")
             return message
 
         async def sending(message: Message) -> None:
-            nonlocal ended
-            ended = ended or message.get("status") == 408  # who sends too slowly is not waited for
+            nonlocal is_complete
+            is_complete = (
+                is_complete or message.get("status") == 408
+            )  # who sends too slowly is not waited for
             nbytes = 0
             with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE):
-                    while not ended and nbytes < REFUSED:
+                    while not is_complete and nbytes < REFUSED:
                         nbytes += len((await reading()).get("body", b""))
             await send(message)
 

@@ -23,12 +23,12 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
     count = -1
     for name in ("n_predict", "max_tokens", "max_completion_tokens"):
         count = body.number(name, count, -1, 1 << 30)
-    most = server.limits.answer
+    max_tokens = server.limits.answer
     endless = body.flag("ignore_eos")
     sampling = serving_asked.sampling_of(body, server.sampling, server.tokenizer)
     if endless:
-        ends = (f"{id}-inf" for id in sorted(server.tokenizer.ends))
-        sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *ends))
+        eos_biases = (f"{id}-inf" for id in sorted(server.tokenizer.ends))
+        sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *eos_biases))
     stops = serving_asked.stops_of(body)
     texts = *sampling.dry_sequence_breaker, *stops
     ids = min(len(prompt), server.engine.limit)  # longer ones are refused
@@ -37,7 +37,7 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
         prompt=tuple(prompt),
         sampling=server.keep(sampling, size, "settings"),
         seed=serving_asked.seed_of(body, server.seed),
-        count=count if most < 0 else most if count < 0 else min(count, most),
+        count=count if max_tokens < 0 else max_tokens if count < 0 else min(count, max_tokens),
         stops=stops,
         grammar=grammar,
         slot=body.number("id_slot", -1, -1, 1 << 30),
@@ -60,8 +60,8 @@ def with_top(server: Server, job: Job, shown: int | None, answers: int) -> Job:
     if shown is None:
         return job
     top = max(shown, 1)
-    most, room = min(job.count, server.engine.limit), MOST_TOLD // (top * answers)
-    if max(most, 1) > room:
+    num_tokens, room = min(job.count, server.engine.limit), MOST_TOLD // (top * answers)
+    if max(num_tokens, 1) > room:
         raise InputError(
             f"{top} probabilities of each token are more than {MOST_TOLD:,} in all; ask for fewer, or for fewer tokens"
         )
@@ -89,34 +89,36 @@ def grammar_of(server: Server, body: Body) -> Grammar | None:
 
 def schema_of(body: Body) -> str:
     """The schema that a request asks for, as JSON; "" without one. Raises InputError."""
-    schema, wanted = body.get("json_schema"), body.get("response_format")
-    if wanted is not None:
-        found = format_of(Body(wanted, "response_format"))
-        if found is not None and schema is not None:
+    schema, response_format = body.get("json_schema"), body.get("response_format")
+    if response_format is not None:
+        format_schema = format_of(Body(response_format, "response_format"))
+        if format_schema is not None and schema is not None:
             raise InputError("json_schema and response_format exclude each other")
-        schema = schema if found is None else found
-    written = "" if schema is None else json.dumps(schema)
-    if len(written) > LONGEST_GRAMMAR:
+        schema = schema if format_schema is None else format_schema
+    schema_json = "" if schema is None else json.dumps(schema)
+    if len(schema_json) > LONGEST_GRAMMAR:
         raise InputError(f"json_schema has more than {LONGEST_GRAMMAR:,} characters")
-    return written
+    return schema_json
 
 
-def format_of(wanted: Body) -> Any:
+def format_of(response_format: Body) -> Any:
     """The schema of a response_format, if it has one. Raises InputError."""
-    kind = wanted.text("type")
+    kind = response_format.text("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = wanted.get("schema")
+        schema = response_format.get("schema")
         return schema or {"type": "object"}
     if kind == "json_schema":
-        if not wanted.has("schema"):
-            wanted = Body(wanted.get("json_schema"), "response_format.json_schema")
-        elif wanted.has("json_schema"):
+        if not response_format.has("schema"):
+            response_format = Body(
+                response_format.get("json_schema"), "response_format.json_schema"
+            )
+        elif response_format.has("json_schema"):
             raise InputError("response_format: schema and json_schema exclude each other")
-        if wanted.get("schema") is None:
+        if response_format.get("schema") is None:
             raise InputError("response_format: json_schema has no schema; it must have one")
-        return wanted.get("schema") or {"type": "object"}
+        return response_format.get("schema") or {"type": "object"}
     raise InputError(
         f"response_format.type is {kind!r}; it must be text, json_object or json_schema"
     )
@@ -130,9 +132,9 @@ def completions(server: Server, body: Body) -> list[Job]:
     prompts = prompts_of(body.get("prompt"), server.tokenizer, MOST_ANSWERS)
     grammar = grammar_of(server, body)
     top = body.number("n_probs", 0, 0, server.tokenizer.vocab_size)
-    made = [job_of(server, body, prompt, grammar) for prompt in prompts]
-    made = [replace(job, after=body.flag("post_sampling_probs")) for job in made]
-    jobs = [with_top(server, job, top or None, len(made)) for job in made]
+    prompt_jobs = [job_of(server, body, prompt, grammar) for prompt in prompts]
+    prompt_jobs = [replace(job, after=body.flag("post_sampling_probs")) for job in prompt_jobs]
+    jobs = [with_top(server, job, top or None, len(prompt_jobs)) for job in prompt_jobs]
     return jobs if len(jobs) == 1 else [replace(job, slot=-1) for job in jobs]
 
 
@@ -174,10 +176,10 @@ def texts(server: Server, body: Body) -> Asked:
     """What /v1/completions is asked for. Raises InputError."""
     prompts = prompts_of(body.get("prompt"), server.tokenizer, MOST_ANSWERS)
     grammar = grammar_of(server, body)
-    given = body.get("logprobs")
-    asked = bool(given) if isinstance(given, bool) else body.has("logprobs")
-    top = 1 if given is True else body.number("logprobs", 0, 0, MOST_TOP) if asked else 0
-    shown = shown_of(body, asked, top)
+    logprobs = body.get("logprobs")
+    has_logprobs = bool(logprobs) if isinstance(logprobs, bool) else body.has("logprobs")
+    top = 1 if logprobs is True else body.number("logprobs", 0, 0, MOST_TOP) if has_logprobs else 0
+    shown = shown_of(body, has_logprobs, top)
     count = body.number("n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
         raise InputError(f"n: {len(prompts) * count} answers are asked for; at most {MOST_ANSWERS}")
@@ -185,20 +187,24 @@ def texts(server: Server, body: Body) -> Asked:
         raise InputError("suffix is not supported: no text is inserted before another")
     if body.number("best_of", 1, 1) > count:
         raise InputError("best_of is not supported: ask for n answers, and choose")
-    if body.flag("echo") and asked:
+    if body.flag("echo") and has_logprobs:
         raise InputError("echo with logprobs is not supported: ask for one of them")
-    made = [job_of(server, body, prompt, grammar) for prompt in prompts]
-    answers = count * len(made)
-    jobs = [job for one in made for job in several(with_top(server, one, shown, answers), count)]
-    told = (server.tokenizer.decode(job.prompt) for job in jobs)
-    before = tuple(told) if body.flag("echo") else ()
+    prompt_jobs = [job_of(server, body, prompt, grammar) for prompt in prompts]
+    answers = count * len(prompt_jobs)
+    jobs = [
+        job
+        for prompt_job in prompt_jobs
+        for job in several(with_top(server, prompt_job, shown, answers), count)
+    ]
+    echoes = (server.tokenizer.decode(job.prompt) for job in jobs)
+    before = tuple(echoes) if body.flag("echo") else ()
     return Asked(jobs, count, shown, before, **counts_of(body))
 
 
-def shown_of(body: Body, asked: bool, top: int) -> int | None:
+def shown_of(body: Body, has_logprobs: bool, top: int) -> int | None:
     """How many likely tokens are told; `n_probs` asks for them, too. Raises InputError."""
-    more = body.number("n_probs", 0, 0, MOST_TOP)
-    return max(top, more) if asked or more else None
+    n_probs = body.number("n_probs", 0, 0, MOST_TOP)
+    return max(top, n_probs) if has_logprobs or n_probs else None
 
 
 def chat(server: Server, body: Body) -> Asked:
@@ -206,10 +212,10 @@ def chat(server: Server, body: Body) -> Asked:
     conversation = conversation_of(body)
     tools = Tools.of(body, conversation, server.style)
     text = prompt_text(server, body, conversation, tools)
-    top, asked = body.number("top_logprobs", 0, 0, MOST_TOP), body.flag("logprobs")
-    if top and not asked:
+    top, has_logprobs = body.number("top_logprobs", 0, 0, MOST_TOP), body.flag("logprobs")
+    if top and not has_logprobs:
         raise InputError("top_logprobs requires logprobs to be true")
-    shown = shown_of(body, asked, top)
+    shown = shown_of(body, has_logprobs, top)
     if tools and body.text("grammar"):
         raise InputError("tools and grammar exclude each other")
     grammar = (
@@ -222,16 +228,18 @@ def chat(server: Server, body: Body) -> Asked:
     count = body.number("n", 1, 1, MOST_ANSWERS)
     job = replace(with_top(server, job, shown, count), special=special)
     thinks, marks = thinks_of(server, body, text, conversation), server.marks or MARKS
-    told: dict[str, Any] = {"thinks": thinks, "marks": marks, "head": server.style.head}
-    return Asked(several(job, count), count, shown, tools=tools, **told, **counts_of(body))
+    style_options: dict[str, Any] = {"thinks": thinks, "marks": marks, "head": server.style.head}
+    return Asked(several(job, count), count, shown, tools=tools, **style_options, **counts_of(body))
 
 
 def thinks_of(server: Server, body: Body, text: str, conversation: Conversation) -> bool | None:
     """Whether an answer begins within thoughts; None: they are not told apart. Raises InputError."""
-    wanted = body.text("reasoning_format", server.reasoning)
-    if wanted not in FORMATS:
-        raise InputError(f"reasoning_format is {wanted!r}; it must be one of {', '.join(FORMATS)}")
-    if wanted == NONE or server.marks is None:
+    reasoning_format = body.text("reasoning_format", server.reasoning)
+    if reasoning_format not in FORMATS:
+        raise InputError(
+            f"reasoning_format is {reasoning_format!r}; it must be one of {', '.join(FORMATS)}"
+        )
+    if reasoning_format == NONE or server.marks is None:
         return None
     last = conversation.messages[-1]
     return is_thinking(text, last["content"] if last["role"] == "assistant" else None, server.marks)
@@ -246,24 +254,24 @@ def conversation_of(body: Body) -> Conversation:
             "functions and function_call are not supported", "send tools and tool_choice"
         )
     try:
-        found = question(body.get("messages"), body.get("tools"), "request")
+        conversation = question(body.get("messages"), body.get("tools"), "request")
     except InputError as error:  # its advice is about files
         advice = "" if error.advice == WANTED else error.advice
         raise InputError(error.fact.removeprefix("request: "), advice) from None
-    roles = ("system" if m["role"] == "developer" else m["role"] for m in found.messages)
-    messages = [{**m, "role": role} for m, role in zip(found.messages, roles, strict=True)]
+    roles = ("system" if m["role"] == "developer" else m["role"] for m in conversation.messages)
+    messages = [{**m, "role": role} for m, role in zip(conversation.messages, roles, strict=True)]
     if [m["role"] for m in messages[-2:]] == ["assistant", "assistant"]:
         raise InputError("messages: two of the assistant's stand at the end; one can be continued")
-    return replace(found, messages=messages)
+    return replace(conversation, messages=messages)
 
 
 def variables_of(body: Body) -> dict[str, Any]:
     """Variables for the chat template: chat_template_kwargs, and how much is thought. Raises InputError."""
-    found = body.object("chat_template_kwargs")
+    variables = body.object("chat_template_kwargs")
     effort = body.text("reasoning_effort")
     if effort == "none":
-        return found | {"enable_thinking": False}
-    return found | ({"reasoning_effort": effort} if effort else {})
+        return variables | {"enable_thinking": False}
+    return variables | ({"reasoning_effort": effort} if effort else {})
 
 
 def begins_answer(body: Body, is_begun: bool) -> bool:
@@ -282,16 +290,16 @@ def prompt_text(
 ) -> str:
     """What the model reads: an answer that has begun is continued. Raises InputError."""
     messages = conversation.messages
-    begun: Message | None = messages[-1] if messages[-1]["role"] == "assistant" else None
-    asked = replace(conversation, messages=messages[:-1] if begun else messages)
-    if not asked.messages:
+    partial_answer: Message | None = messages[-1] if messages[-1]["role"] == "assistant" else None
+    prompt = replace(conversation, messages=messages[:-1] if partial_answer else messages)
+    if not prompt.messages:
         raise InputError("messages: there is nothing to answer before the assistant's message")
-    if begun and begun.get("tool_calls"):
+    if partial_answer and partial_answer.get("tool_calls"):
         raise InputError("messages: the last calls tools; their results must follow")
     if tools is None:
-        asked = replace(asked, tools=None)
+        prompt = replace(prompt, tools=None)
     elif not server.takes_tools:
-        asked = explained(asked, server.style)
-    begins = begins_answer(body, begun is not None)
-    text = server.prompt(asked, variables_of(body), begins)
-    return text + (begun["content"] if begun else "")
+        prompt = explained(prompt, server.style)
+    begins = begins_answer(body, partial_answer is not None)
+    text = server.prompt(prompt, variables_of(body), begins)
+    return text + (partial_answer["content"] if partial_answer else "")

@@ -37,8 +37,8 @@ def head(object: str, id: str, model: str) -> dict[str, Any]:
 def usage(counts: Sequence[Counts], answers: int = 1) -> dict[str, Any]:
     """Tokens of a request with so many answers to each of its prompts, which count once."""
     prompt, written = sum(c.prompt for c in counts[::answers]), sum(c.written for c in counts)
-    every = range(0, len(counts), answers)
-    cached = sum(min(c.cached for c in counts[at : at + answers]) for at in every)
+    starts = range(0, len(counts), answers)
+    cached = sum(min(c.cached for c in counts[at : at + answers]) for at in starts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -66,14 +66,19 @@ def timings(counts: Counts) -> dict[str, Any]:
     }
 
 
-def progress(told: Progress) -> dict[str, Any]:
+def progress(update: Progress) -> dict[str, Any]:
     """How much of a prompt has been read, as llama-server names it."""
-    time_ms = int(1e3 * told.seconds)
-    found = {"total": told.total, "cache": told.cached, "processed": told.read, "time_ms": time_ms}
-    return {"prompt_progress": found}
+    time_ms = int(1e3 * update.seconds)
+    fields = {
+        "total": update.total,
+        "cache": update.cached,
+        "processed": update.read,
+        "time_ms": time_ms,
+    }
+    return {"prompt_progress": fields}
 
 
-def described(token: Chosen, tokenizer: Tokenizer, most: int | None = None) -> dict[str, Any]:
+def described(token: Chosen, tokenizer: Tokenizer, max_top: int | None = None) -> dict[str, Any]:
     """A token, its probability, and the likeliest ones, at most so many."""
 
     def one(id: int, logprob: float) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def described(token: Chosen, tokenizer: Tokenizer, most: int | None = None) -> d
         text = piece.decode(errors="replace")
         return {"id": id, "token": text, "bytes": [*piece], "logprob": min(logprob, 0.0)}
 
-    top = [one(id, logprob) for id, logprob in token.top[:most]]
+    top = [one(id, logprob) for id, logprob in token.top[:max_top]]
     return {**one(token.id, token.logprob), "top_logprobs": top}
 
 
@@ -93,10 +98,10 @@ class Refused(RuntimeError):
         self.code = code
 
 
-def error(code: int, message: str, kind: str = "", **more: Any) -> dict[str, Any]:
+def error(code: int, message: str, kind: str = "", **details: Any) -> dict[str, Any]:
     """The body of an error."""
     kind, message = kind or KINDS.get(code, "server_error"), message[:LONGEST]
-    return {"error": {"code": code, "message": message, "type": kind} | more}
+    return {"error": {"code": code, "message": message, "type": kind} | details}
 
 
 KINDS = {

@@ -47,22 +47,22 @@ def completion(server: Server, body: Body, request: Request) -> Response:
 
 
 def text_completion(server: Server, body: Body, request: Request) -> Response:
-    asked = request_parsing.texts(server, body)
-    shape = Texts(server.name, server.tokenizer, asked, verbose(server, body, asked))
-    return answer(server, asked.jobs, shape, body.flag("stream"))
+    text_request = request_parsing.texts(server, body)
+    shape = Texts(server.name, server.tokenizer, text_request, verbose(server, body, text_request))
+    return answer(server, text_request.jobs, shape, body.flag("stream"))
 
 
 def chat_completion(server: Server, body: Body, request: Request) -> Response:
-    asked = request_parsing.chat(server, body)
-    shape = Chats(server.name, server.tokenizer, asked, verbose(server, body, asked))
-    return answer(server, asked.jobs, shape, body.flag("stream"))
+    chat_request = request_parsing.chat(server, body)
+    shape = Chats(server.name, server.tokenizer, chat_request, verbose(server, body, chat_request))
+    return answer(server, chat_request.jobs, shape, body.flag("stream"))
 
 
-def verbose(server: Server, body: Body, asked: request_parsing.Asked) -> Native | None:
+def verbose(server: Server, body: Body, openai_request: request_parsing.Asked) -> Native | None:
     """/completion's shape, if its fields are wanted beside OpenAI's."""
     if not body.flag("verbose"):
         return None
-    return Native(body, asked.jobs, server.name, server.tokenizer)
+    return Native(body, openai_request.jobs, server.name, server.tokenizer)
 
 
 # ---- texts and tokens
@@ -79,11 +79,11 @@ def tokenize(server: Server, body: Body, request: Request) -> Any:
 
 def tokens_of(server: Server, body: Body) -> list[int]:
     content, special = body.get("content"), body.flag("parse_special", True)
-    begun = None if body.flag("add_special") else False
+    add_bos = None if body.flag("add_special") else False
     if content is None:
         return []
     if isinstance(content, str):
-        return server.tokenizer.encode(content, bos=begun, eos=False, special=special)
+        return server.tokenizer.encode(content, bos=add_bos, eos=False, special=special)
     return prompt_of(content, server.tokenizer, "content")
 
 
@@ -138,10 +138,10 @@ def embeddings(server: Server, body: Body, request: Request) -> Any:
     return {"object": "list", "model": server.name, "data": data, "usage": counts}
 
 
-def embedded(server: Server, given: Any) -> tuple[list[list[int]], list[np.ndarray]]:
+def embedded(server: Server, content: Any) -> tuple[list[list[int]], list[np.ndarray]]:
     """Tokens and embedding of each text. Raises Refused, InputError."""
-    most = min(MOST_TEXTS, MOST_NUMBERS // server.model.config.embedding_length)
-    texts = prompts_of(given, server.tokenizer, most, "input")
+    max_texts = min(MOST_TEXTS, MOST_NUMBERS // server.model.config.embedding_length)
+    texts = prompts_of(content, server.tokenizer, max_texts, "input")
     return texts, server.embed(texts)
 
 
@@ -154,8 +154,8 @@ def encoded(vector: np.ndarray, kind: str) -> Any:
 
 def embedding(server: Server, body: Body, request: Request) -> Any:
     """llama-server's own shape."""
-    given = body.get("content") if body.has("content") else body.get("input")
-    _, vectors = embedded(server, given)
+    content = body.get("content") if body.has("content") else body.get("input")
+    _, vectors = embedded(server, content)
     return [
         {"index": i, "embedding": [encoded(vector, "float")]} for i, vector in enumerate(vectors)
     ]
@@ -169,13 +169,13 @@ def health(server: Server, request: Request) -> Any:
 
 
 def models(server: Server, request: Request) -> Any:
-    one = {
+    ollama_model = {
         "name": server.name,
         "model": server.name,
         "type": "model",
         "capabilities": ["completion"],
     }
-    return {"object": "list", "models": [OLLAMA | one], "data": [described(server)]}
+    return {"object": "list", "models": [OLLAMA | ollama_model], "data": [described(server)]}
 
 
 def one_model(server: Server, request: Request) -> Any:
@@ -198,13 +198,13 @@ def described(server: Server) -> dict[str, Any]:
         "size": sum(entry.nbytes for entry in gguf.entries.values()),
         "ftype": ftype(server),
     }
-    one = {
+    model_info = {
         "id": server.name,
         "object": "model",
         "created": int(server.began),
         "owned_by": "packtrain",
     }
-    return one | {"aliases": [server.name, *server.aliases], "tags": [], "meta": about}
+    return model_info | {"aliases": [server.name, *server.aliases], "tags": [], "meta": about}
 
 
 def ftype(server: Server) -> str:
@@ -249,16 +249,16 @@ def props(server: Server, request: Request) -> Any:
 def slots(server: Server, request: Request) -> Any:
     if not server.watched:
         raise Refused(501, "This server does not support slots endpoint. Start it with `--slots`")
-    every = server.engine.slots
-    if "fail_on_no_slot" in request.query_params and all(slot.writing for slot in every):
+    server_slots = server.engine.slots
+    if "fail_on_no_slot" in request.query_params and all(slot.writing for slot in server_slots):
         raise Refused(503, "no slot available")
-    found = []
-    for slot in every:
-        one = {"id": slot.number, "n_ctx": server.engine.limit, "speculative": False}
+    entries = []
+    for slot in server_slots:
+        entry = {"id": slot.number, "n_ctx": server.engine.limit, "speculative": False}
         writing = slot.writing  # which another thread may end
-        told = {} if writing is None else busy(writing)
-        found.append(one | {"is_processing": writing is not None} | told)
-    return found
+        activity = {} if writing is None else busy(writing)
+        entries.append(entry | {"is_processing": writing is not None} | activity)
+    return entries
 
 
 def busy(writing: Writing) -> dict[str, Any]:
@@ -295,8 +295,8 @@ def adapters(server: Server, request: Request) -> Any:
     ]
 
 
-def set_adapters(server: Server, given: Any, request: Request) -> Any:
-    server.scales = adapters_of(given, server.scales)
+def set_adapters(server: Server, entries: Any, request: Request) -> Any:
+    server.scales = adapters_of(entries, server.scales)
     return {"success": True}
 
 
@@ -322,7 +322,7 @@ def slot_action(server: Server, body: Body, request: Request) -> Any:
         raise InputError(
             "filename must be a name of letters, digits, '.', '_' and '-', without a folder or a '.' at its beginning"
         )
-    path, began = server.slots / name, time.perf_counter()
+    path, start_time = server.slots / name, time.perf_counter()
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise InputError(f"{name} is no saved slot; choose another filename")
     count = (server.save if action == "save" else server.restore)(number, path)
@@ -332,7 +332,7 @@ def slot_action(server: Server, body: Body, request: Request) -> Any:
         "filename": name,
         f"n_{verb}": count,
         f"n_{moved}": path.stat().st_size,
-        "timings": {f"{action}_ms": 1e3 * (time.perf_counter() - began)},
+        "timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start_time)},
     }
 
 

@@ -98,13 +98,13 @@ class Watching:
         return Response(text, media_type="text/html", headers=headers)
 
     async def _data(self, request: Request) -> Response:
-        asked = request.query_params
-        since = asked.get("since", "0")
-        known = int(since) if since.isdecimal() and len(since) < 18 else 0
-        wait = asked.get("wait", "0")
+        params = request.query_params
+        since = params.get("since", "0")
+        seen_version = int(since) if since.isdecimal() and len(since) < 18 else 0
+        wait = params.get("wait", "0")
         if wait.isdecimal() and wait != "0":
             await self._wait(request, min(float(wait), MAX_WAIT))
-        body = self.board.text(known, asked.get("session", ""))
+        body = self.board.text(seen_version, params.get("session", ""))
         return Response(body, media_type="application/json", headers=HEADERS)
 
     async def _wait(self, request: Request, seconds: float) -> None:
@@ -136,8 +136,8 @@ class Watching:
 
     def start(self) -> None:
         """Serve in a thread of its own; returns once it has answered each kind of request."""
-        given = ([self._socket],)
-        self._thread = threading.Thread(target=self._server.run, args=given, daemon=True)
+        args = ([self._socket],)
+        self._thread = threading.Thread(target=self._server.run, args=args, daemon=True)
         self._thread.start()
         for path in ("/", "/data", "/plan"):
             self._ask(path)
@@ -181,9 +181,9 @@ def _bound(watch: str, host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
     except (OSError, UnicodeError) as error:
-        why = str(getattr(error, "strerror", None) or error).lower()
+        reason = str(getattr(error, "strerror", None) or error).lower()
         raise InputError(
-            f"--watch {watch}: cannot listen there: {why}", "use another port"
+            f"--watch {watch}: cannot listen there: {reason}", "use another port"
         ) from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * STALLED)

@@ -146,30 +146,30 @@ class Server:
         return self.renderer.takes_tools
 
     def prompt(
-        self, conversation: Conversation, more: Mapping[str, Any], begins: bool = True
+        self, conversation: Conversation, variables: Mapping[str, Any], begins: bool = True
     ) -> str:
         """The text of a conversation; more: variables of its template; begins: with that of an answer.
 
         Raises InputError.
         """
         with self._lock:  # one child renders
-            return self.renderer.prompt(conversation, more, begins)
+            return self.renderer.prompt(conversation, variables, begins)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a rendered conversation, with at most one BOS."""
-        begun = bool(self.bos) and text.startswith(self.bos)
-        return self.tokenizer.encode(text, bos=False if begun else None, eos=False)
+        has_bos = bool(self.bos) and text.startswith(self.bos)
+        return self.tokenizer.encode(text, bos=False if has_bos else None, eos=False)
 
     # ---- jobs
 
-    def keep(self, made: T, size: int, kind: str = "grammars") -> T:
+    def keep(self, resource: T, size: int, kind: str = "grammars") -> T:
         """Count what a request has, of such a size, as long as it is in use. Raises Busy if all are too large."""
         with self._counting:
             if self._sizes[kind] + size > ROOM[kind]:
                 raise Busy(f"too many large {kind} are in use; try again later")
             self._sizes[kind] += size
-        weakref.finalize(made, self._forget, kind, size)
-        return made
+        weakref.finalize(resource, self._forget, kind, size)
+        return resource
 
     def _forget(self, kind: str, size: int) -> None:
         with self._counting:
@@ -195,20 +195,20 @@ class Server:
             raise Refused(
                 501, "This server does not support embeddings. Start it with `--embeddings`"
             )
-        most = embedder.cache.cells
+        max_tokens = embedder.cache.cells
         for ids in texts:
-            if len(ids) > most:
-                raise TooLong(len(ids), most)
-        check_texts(texts, most)
+            if len(ids) > max_tokens:
+                raise TooLong(len(ids), max_tokens)
+        check_texts(texts, max_tokens)
         embedder.adapters.set(
             range(embedder.pools.sequences), [self.scales] * embedder.pools.sequences
         )
-        found = list[np.ndarray]()
-        for batch in batches([len(ids) for ids in texts], most, embedder.pools.sequences):
-            here = [texts[i] for i in batch]
-            work = partial(embeddings, embedder, here, self.pooling)
-            found += self.engine.call(lambda work=work: [*work()]).result()  # type: ignore[misc]
-        return [normalized(vector, 2) for vector in found]
+        vectors = list[np.ndarray]()
+        for batch in batches([len(ids) for ids in texts], max_tokens, embedder.pools.sequences):
+            batch_ids = [texts[i] for i in batch]
+            work = partial(embeddings, embedder, batch_ids, self.pooling)
+            vectors += self.engine.call(lambda work=work: [*work()]).result()  # type: ignore[misc]
+        return [normalized(vector, 2) for vector in vectors]
 
     # ---- slots as files
 
@@ -221,8 +221,8 @@ class Server:
             try:
                 context.save_file(path, [number])
             except OSError as error:
-                why = str(error.strerror or error).lower()
-                raise InputError(f"{path.name} cannot be saved: {why}") from None
+                reason = str(error.strerror or error).lower()
+                raise InputError(f"{path.name} cannot be saved: {reason}") from None
             return context.next(number)
 
         return self.engine.call(work).result()
@@ -238,8 +238,8 @@ class Server:
             except FileNotFoundError:
                 raise InputError(f"there is no saved slot {path.name}") from None
             except OSError as error:
-                why = str(error.strerror or error).lower()
-                raise InputError(f"{path.name} cannot be restored: {why}") from None
+                reason = str(error.strerror or error).lower()
+                raise InputError(f"{path.name} cannot be restored: {reason}") from None
             except (ContextError, CacheFull) as error:
                 raise InputError(str(error).replace(str(path), path.name)) from None
             self.engine.slots[number].scales = tuple(context.adapters.scales[number].tolist())
@@ -288,24 +288,24 @@ class Server:
             yield []
             left = len(jobs)
             while left:
-                found = [await queue.get()]
+                events = [await queue.get()]
                 while not queue.empty():
-                    found.append(queue.get_nowait())
-                news = [one for one in found if one is not None]
-                left -= sum(isinstance(told, End) for _, told in news)
+                    events.append(queue.get_nowait())
+                news = [item for item in events if item is not None]
+                left -= sum(isinstance(event, End) for _, event in news)
                 yield news
         finally:
             ticking.cancel()
             for ticket in tickets:
                 ticket.cancel()
 
-    def _tell(self, loop: Loop, queue: Queue, number: int, told: Told) -> None:
+    def _tell(self, loop: Loop, queue: Queue, number: int, event: Told) -> None:
         """In the engine's thread, which wakes a loop only once a run."""
-        self._told.setdefault(loop, []).append((queue, (number, told)))
+        self._told.setdefault(loop, []).append((queue, (number, event)))
 
     def _deliver(self) -> None:
-        told, self._told = self._told, {}
-        for loop, items in told.items():
+        pending, self._told = self._told, {}
+        for loop, items in pending.items():
             with suppress(RuntimeError):  # its loop is closed: nobody listens
                 loop.call_soon_threadsafe(_put, items)
 

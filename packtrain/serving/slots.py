@@ -61,31 +61,35 @@ class Writing:
 
     def forget(self, bos: bool) -> tuple[int, int]:
         """Forget a part of the text in the middle; from which token to which. The last one is not in the cache yet."""
-        job, known = self.job, len(self.text) - 1
+        job, num_cached = self.job, len(self.text) - 1
         keep = len(job.prompt) if job.keep < 0 else job.keep + bos
-        keep = min(keep, known - 1)
-        count = min(job.discard or (known - keep) // 2, known - keep)
+        keep = min(keep, num_cached - 1)
+        count = min(job.discard or (num_cached - keep) // 2, num_cached - keep)
         del self.text[keep : keep + count]
         self._forgotten += count
         return keep, keep + count
 
-    def take(self, given: Given) -> None:
+    def take(self, candidates: Given) -> None:
         """Choose the next token, and tell what text it completes. Raises InputError."""
         if not self.ids:
             self._first = time.perf_counter()
         if self.job.count == 0:
             self.end("count")
             return
-        chosen = self.chain.choose(given)
+        chosen = self.chain.choose(candidates)
         if chosen in self._tokenizer.ends and not self.job.endless:
             self.end("end")
             return
-        left = self.chain.left(given) if self.job.after and isinstance(given, np.ndarray) else None
+        left = (
+            self.chain.left(candidates)
+            if self.job.after and isinstance(candidates, np.ndarray)
+            else None
+        )
         self.chain.accept(chosen)
         self.ids.append(chosen)
         self.text.append(chosen)
         self.left = [chosen]
-        self._untold.append(described(left or given, chosen, self.job.top))
+        self._untold.append(described(left or candidates, chosen, self.job.top))
         text = self._pieces.add(self._stream.feed(chosen))
         _, end, line = text.rpartition("\n")
         self._line, self._lines = line if end else self._line + line, self._lines or bool(end)
@@ -99,11 +103,13 @@ class Writing:
 
     def _is_over(self) -> bool:
         """Whether it has written for long enough, or a line begins with too few spaces."""
-        job, late = self.job, 0 < self.job.seconds < time.perf_counter() - self._first
+        job, is_timed_out = self.job, 0 < self.job.seconds < time.perf_counter() - self._first
         words = self._line.lstrip(" \t")
-        return self._lines and (late or (bool(words) and len(self._line) - len(words) < job.indent))
+        return self._lines and (
+            is_timed_out or (bool(words) and len(self._line) - len(words) < job.indent)
+        )
 
-    def end(self, reason: str, why: str = "") -> None:
+    def end(self, reason: str, message: str = "") -> None:
         """Tell the rest of the text, and why it ended."""
         if self.ended:
             return
@@ -111,7 +117,7 @@ class Writing:
         if reason != "stop":
             self._tell(self._pieces.add(self._stream.flush()) + self._pieces.rest(), last=True)
         stop = self._pieces.found if reason == "stop" else ""
-        self.ticket.tell(End(reason, self._counts(), self._slot, stop, why))
+        self.ticket.tell(End(reason, self._counts(), self._slot, stop, message))
 
     def _counts(self) -> Counts:
         seconds = self._first - self._began, time.perf_counter() - self._first
@@ -130,11 +136,11 @@ class Writing:
             self._untold.clear()
 
 
-def described(given: Given, id: int, top: int) -> Chosen:
+def described(candidates: Given, id: int, top: int) -> Chosen:
     """A token; with its probability and the `top` likeliest ones where they are asked for."""
-    if not top or isinstance(given, int):
+    if not top or isinstance(candidates, int):
         return Chosen(id)
-    c = given
+    c = candidates
     if isinstance(c, np.ndarray):
         c = Candidates(np.arange(len(c)), c.astype(np.float64))
     values = c.logits - c.logits.max()
@@ -142,5 +148,5 @@ def described(given: Given, id: int, top: int) -> Chosen:
     top = min(top, len(values))
     likely = np.argpartition(-values, top - 1)[:top]
     likely = likely[np.lexsort((c.ids[likely], -values[likely]))]
-    found = tuple((int(c.ids[at]), float(values[at])) for at in likely if values[at] > -np.inf)
-    return Chosen(id, float(values[c.ids == id][0]), found)
+    top_tokens = tuple((int(c.ids[at]), float(values[at])) for at in likely if values[at] > -np.inf)
+    return Chosen(id, float(values[c.ids == id][0]), top_tokens)

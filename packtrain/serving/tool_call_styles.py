@@ -91,44 +91,50 @@ class Style:
     def parse(self, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, Any]]]:
         """The words before the calls, and the calls (name, arguments), up to one that cannot be read."""
         text = text.removeprefix(self.head)
-        begun = self._opening(names).search(text)
-        if begun and self.middle is not None and not self.opening.strip():
-            begun = self._earlier(text, begun.start(), names) or begun
-        found, at = list[tuple[str, Any]](), begun.end() if begun else -1
-        apart = f"{_spaced(self.closing)}{_spaced(self.opening)}"
-        again = _spaced(self.again)  # which may be a new line
-        between = re.compile(f"{again}|{apart}" if self.again.strip() else f"{apart}|{again}")
+        opening_match = self._opening(names).search(text)
+        if opening_match and self.middle is not None and not self.opening.strip():
+            opening_match = self._earlier(text, opening_match.start(), names) or opening_match
+        parsed_calls, at = list[tuple[str, Any]](), opening_match.end() if opening_match else -1
+        gap = f"{_spaced(self.closing)}{_spaced(self.opening)}"
+        separator = _spaced(self.again)  # which may be a new line
+        between = re.compile(f"{separator}|{gap}" if self.again.strip() else f"{gap}|{separator}")
         while at >= 0:
             calls, end = self._calls(text, at, names)
-            found += calls if self._ends(text, end) else []
-            more = between.match(text, end) if calls and self.again and not self.listed else None
-            at = more.end() if more and more.end() > end else -1
-        return (text[: begun.start()].rstrip(), found) if begun and found else (text, [])
+            parsed_calls += calls if self._ends(text, end) else []
+            next_match = (
+                between.match(text, end) if calls and self.again and not self.listed else None
+            )
+            at = next_match.end() if next_match and next_match.end() > end else -1
+        return (
+            (text[: opening_match.start()].rstrip(), parsed_calls)
+            if opening_match and parsed_calls
+            else (text, [])
+        )
 
     def _earlier(self, text: str, at: int, names: Collection[str]) -> re.Match[str] | None:
         """A call right behind words, which only the next one, there, tells from them."""
         named = re.compile(rf"(?=(?:{_any(names)}){_spaced(self.middle or '')})")
-        for found in named.finditer(text, 0, at):
-            calls, end = self._calls(text, found.start(), names)
+        for match in named.finditer(text, 0, at):
+            calls, end = self._calls(text, match.start(), names)
             if calls and end == at:
-                return found
+                return match
         return None
 
     def _ends(self, text: str, at: int) -> bool:
         """Whether a call ends there: it may have been cut off."""
         rests = [rest for rest in (self.again, self.closing) if rest.strip()]
-        ended = any(re.compile(_spaced(rest)).match(text, at) for rest in rests)
+        has_ended = any(re.compile(_spaced(rest)).match(text, at) for rest in rests)
         if self.again.isspace():  # the next call stands on the next line
-            ended = ended or text[at:].lstrip().startswith("{")
-        return ended or not rests or (not text[at:].strip() and self.pair is None)
+            has_ended = has_ended or text[at:].lstrip().startswith("{")
+        return has_ended or not rests or (not text[at:].strip() and self.pair is None)
 
     def _opening(self, names: Collection[str]) -> re.Pattern[str]:
         if self.opening.strip():
             return re.compile(_spaced(self.opening).removeprefix(r"\s*"))
         if self.middle is None:
             return re.compile(rf'(?=\{{\s*"{re.escape(self.name)}"\s*:)')
-        behind = f"^|{re.escape(self.again.strip())}" if self.again.strip() else "^"  # of words
-        return re.compile(rf"(?m)(?:{behind})(?=(?:{_any(names)}){_spaced(self.middle)})")
+        prefix = f"^|{re.escape(self.again.strip())}" if self.again.strip() else "^"  # of words
+        return re.compile(rf"(?m)(?:{prefix})(?=(?:{_any(names)}){_spaced(self.middle)})")
 
     def _calls(
         self, text: str, at: int, names: Collection[str]
@@ -139,15 +145,17 @@ class Style:
             return ([], at) if read is None else ([read[:2]], read[2])
         document, end = read_document(text, at)
         calls = document if isinstance(document, list) else [document]
-        if not all(isinstance(one, dict) and one.get(self.name) in names for one in calls):
+        if not all(isinstance(call, dict) and call.get(self.name) in names for call in calls):
             return [], at
-        return [(one[self.name], one.get(self.arguments, {})) for one in calls], end
+        return [(call[self.name], call.get(self.arguments, {})) for call in calls], end
 
     def _named(self, text: str, at: int, names: Collection[str]) -> Read | None:
         """A call whose name stands before its arguments."""
         if self.python:
-            begun = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(text, at)
-            return begun and read_keywords(text, begun[1], begun.end())
+            call_match = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(
+                text, at
+            )
+            return call_match and read_keywords(text, call_match[1], call_match.end())
         if self.pair is None:  # what stands between varies
             named = re.compile(rf"\s*({_any(names)})(?![\w-])[^{{]{{0,{FAR}}}").match(text, at)
             if named is None:
@@ -159,13 +167,17 @@ class Style:
         if named is None:
             return None
         before, between, after = map(_spaced, self.pair)
-        others = "|".join(_spaced(other) for _, other in self.typed) or "(?!)"
-        each = re.compile(f"{before}(.*?)(?:({between})|{others})(.*?){after}", re.S)
-        end, found = named.end(), {}
-        while (one := each.match(text, end)) is not None and one.end() > end:
-            value = one[3] if self.typed and one[2] is not None else read_value(one[3])
-            found[one[1].strip()], end = value, one.end()
-        return named[1], found, end
+        typed_separators = "|".join(_spaced(other) for _, other in self.typed) or "(?!)"
+        each = re.compile(f"{before}(.*?)(?:({between})|{typed_separators})(.*?){after}", re.S)
+        end, keyword_args = named.end(), {}
+        while (pair_match := each.match(text, end)) is not None and pair_match.end() > end:
+            value = (
+                pair_match[3]
+                if self.typed and pair_match[2] is not None
+                else read_value(pair_match[3])
+            )
+            keyword_args[pair_match[1].strip()], end = value, pair_match.end()
+        return named[1], keyword_args, end
 
 
 HERMES = Style("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
@@ -190,40 +202,42 @@ KINDS = {"integer": 7, "boolean": True, "array": ["a"], "object": {"a": "b"}, "n
 
 def style_of(renderer: Renderer, template: str) -> Style:
     """The style that a chat template writes, or teaches if it writes none; Hermes's if it does neither."""
-    found = _written(renderer) if renderer.takes_calls else None
-    if found is not None:
-        return found
+    written_style = _written(renderer) if renderer.takes_calls else None
+    if written_style is not None:
+        return written_style
     if not renderer.takes_tools:
         return HERMES
     for mark, style in TAUGHT.items():
         if mark in template:
             return style
-    plain = "<tool_call>" not in template and "tools" in template
-    return LLAMA if plain and '"parameters"' in template else HERMES
+    lists_tools = "<tool_call>" not in template and "tools" in template
+    return LLAMA if lists_tools and '"parameters"' in template else HERMES
 
 
 def _written(renderer: Renderer) -> Style | None:
     """From what the template makes of a call, and of two; None if that is no form known here."""
     try:
-        said = _reply(renderer, {"content": WORDS}).partition(WORDS)[0]
-        one = _reply(renderer, {"content": "", "tool_calls": [_call(NAME, 0)]})
+        preamble = _reply(renderer, {"content": WORDS}).partition(WORDS)[0]
+        one_call = _reply(renderer, {"content": "", "tool_calls": [_call(NAME, 0)]})
     except InputError:
         return None
-    one = one.removeprefix(said)
+    one_call = one_call.removeprefix(preamble)
     try:
-        two = _reply(renderer, {"content": "", "tool_calls": [_call(NAME, 0), _call(LAST, 1)]})
+        two_calls = _reply(
+            renderer, {"content": "", "tool_calls": [_call(NAME, 0), _call(LAST, 1)]}
+        )
     except InputError:
-        two = ""
-    found = _in_object(one, two) or _behind_name(one, two)
-    if found and re.fullmatch(r"\w+\n", said):
-        found = replace(found, head=said)
-    return replace(found, typed=_typed(renderer, found)) if found and found.pair else found
+        two_calls = ""
+    style = _in_object(one_call, two_calls) or _behind_name(one_call, two_calls)
+    if style and re.fullmatch(r"\w+\n", preamble):
+        style = replace(style, head=preamble)
+    return replace(style, typed=_typed(renderer, style)) if style and style.pair else style
 
 
 def _typed(renderer: Renderer, style: Style) -> tuple[tuple[str, str], ...]:
     """What stands between a key and values of other kinds than texts, where that differs."""
     assert style.pair is not None
-    found, (_, usual, after) = [], style.pair
+    separators, (_, default_separator, after) = [], style.pair
     for kind, value in KINDS.items():
         call = _call(NAME, 0)
         call["function"]["arguments"] = {KEYS[0]: value}
@@ -236,18 +250,20 @@ def _typed(renderer: Renderer, style: Style) -> tuple[tuple[str, str], ...]:
         )
         form = rf"{KEYS[0]}(.*?)(?:{_any(values)}){_spaced(after)}"
         shown = re.search(form, text, re.S)
-        found += [(kind, shown[1])] if shown and shown[1].strip() != usual.strip() else []
-    return tuple(found)
+        separators += (
+            [(kind, shown[1])] if shown and shown[1].strip() != default_separator.strip() else []
+        )
+    return tuple(separators)
 
 
 def _reply(renderer: Renderer, message: dict[str, Any]) -> str:
     """The text of an answer, without the token that ends it."""
-    asked = {"role": "user", "content": "a"}
+    user_message = {"role": "user", "content": "a"}
     about = {"name": NAME, "description": "b", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": about}] if renderer.takes_tools else None
-    given = Conversation("", [asked, {"role": "assistant", **message}], tools)
-    made = renderer.render(given)[-1]
-    text = renderer.without_end(made.text[slice(*made.spans[-1])])
+    conversation = Conversation("", [user_message, {"role": "assistant", **message}], tools)
+    sample = renderer.render(conversation)[-1]
+    text = renderer.without_end(sample.text[slice(*sample.spans[-1])])
     return re.sub("|".join(IDS), ID, text)
 
 
@@ -257,78 +273,84 @@ def _call(name: str, number: int) -> Call:
     return {"id": IDS[number], "type": "function", "function": function}
 
 
-def _in_object(one: str, two: str) -> Style | None:
+def _in_object(one_call: str, two_calls: str) -> Style | None:
     """Name and arguments are in one object, or in one of a list."""
-    for start in (found.start() for found in re.finditer(r"[{\[]", one)):
-        document, end = read_document(one, start)
+    for start in (match.start() for match in re.finditer(r"[{\[]", one_call)):
+        document, end = read_document(one_call, start)
         inner = document[0] if isinstance(document, list) and document else document
         if not isinstance(inner, dict) or NAME not in inner.values():
             continue
         keys = {_kind(value): key for key, value in inner.items()}
         if "arguments" not in keys:
             continue
-        opening, closing, listed = one[:start], one[end:], isinstance(document, list)
-        again = "" if listed else _again(two, opening, closing)
-        return Style(opening, again, closing, keys["name"], keys["arguments"], listed, (*inner,))
+        opening, closing, listed = one_call[:start], one_call[end:], isinstance(document, list)
+        separator = "" if listed else _again(two_calls, opening, closing)
+        return Style(
+            opening, separator, closing, keys["name"], keys["arguments"], listed, (*inner,)
+        )
     return None
 
 
 def _kind(value: Any) -> str:
     if value == NAME:
         return "name"
-    same = isinstance(value, dict) and tuple(value.items()) == tuple(zip(KEYS, VALUES, strict=True))
-    return "arguments" if same else ""
+    is_arguments = isinstance(value, dict) and tuple(value.items()) == tuple(
+        zip(KEYS, VALUES, strict=True)
+    )
+    return "arguments" if is_arguments else ""
 
 
-def _again(two: str, opening: str, closing: str) -> str:
+def _again(two_calls: str, opening: str, closing: str) -> str:
     """What stands between two calls."""
-    first = two.find(VALUES[1])
-    ends = [
-        found.end() for found in re.finditer(r"\}+", two[: two.find(LAST)]) if found.start() > first
+    first = two_calls.find(VALUES[1])
+    end_offsets = [
+        match.end()
+        for match in re.finditer(r"\}+", two_calls[: two_calls.find(LAST)])
+        if match.start() > first
     ]
-    begin = two.rfind("{", 0, two.find(LAST))
-    if first < 0 or not ends or begin < first:
+    begin = two_calls.rfind("{", 0, two_calls.find(LAST))
+    if first < 0 or not end_offsets or begin < first:
         return ""
-    between = two[first + len(VALUES[1]) : begin]
+    between = two_calls[first + len(VALUES[1]) : begin]
     if not between.strip('"} \n'):
         return "\n" if "\n" in between else ""
     return between[re.match(r'[\s"}]*', between).end() :]  # type: ignore[union-attr]
 
 
-def _behind_name(one: str, two: str) -> Style | None:
+def _behind_name(one_call: str, two_calls: str) -> Style | None:
     """The arguments come after the name, as an object or one by one."""
-    opening, _, rest = one.partition(NAME)
+    opening, _, rest = one_call.partition(NAME)
     if not rest or NAME in rest:
         return None
-    for found in re.finditer(r"\{", rest):
-        document, end = read_document(rest, found.start())
+    for match in re.finditer(r"\{", rest):
+        document, end = read_document(rest, match.start())
         if _kind(document) == "arguments":
-            middle, closing = re.sub(r"\d+", COUNT, rest[: found.start()]), rest[end:]
-            return Style(opening, _behind(two, "}"), closing, middle=middle)
-    if (own := _in_python(rest)) is not None:
-        again = two.partition(own[0])[2].partition(LAST)[0]
-        closing = f"){rest[own.end() :]}"
-        return Style(opening, f"){again}", closing, middle="(", python=own["quote"])
-    if (own := _own_notation(rest)) is not None:
-        again = two.partition(own[0])[2].partition(LAST)[0]
-        middle, closing = rest[: own.start()], rest[own.end() :]
-        return Style(opening, again, closing, middle=middle, quote=own["quote"])
+            middle, closing = re.sub(r"\d+", COUNT, rest[: match.start()]), rest[end:]
+            return Style(opening, _behind(two_calls, "}"), closing, middle=middle)
+    if (notation_match := _in_python(rest)) is not None:
+        separator = two_calls.partition(notation_match[0])[2].partition(LAST)[0]
+        closing = f"){rest[notation_match.end() :]}"
+        return Style(opening, f"){separator}", closing, middle="(", python=notation_match["quote"])
+    if (notation_match := _own_notation(rest)) is not None:
+        separator = two_calls.partition(notation_match[0])[2].partition(LAST)[0]
+        middle, closing = rest[: notation_match.start()], rest[notation_match.end() :]
+        return Style(opening, separator, closing, middle=middle, quote=notation_match["quote"])
     places = [rest.find(word) for pair in zip(KEYS, VALUES, strict=True) for word in pair]
     if -1 in places or places != sorted(places):
         return None
-    ends = [at + len(w) for at, w in zip(places, _words(), strict=True)]
-    head, between, apart, tail = (
+    end_offsets = [at + len(w) for at, w in zip(places, _words(), strict=True)]
+    head, between, gap, tail = (
         rest[: places[0]],
-        rest[ends[0] : places[1]],
-        rest[ends[1] : places[2]],
-        rest[ends[3] :],
+        rest[end_offsets[0] : places[1]],
+        rest[end_offsets[1] : places[2]],
+        rest[end_offsets[3] :],
     )
-    before = common_end(head, apart)
-    after = apart[: len(apart) - len(before)]
+    before = common_end(head, gap)
+    after = gap[: len(gap) - len(before)]
     if not after.strip() or not before.strip() or not tail.startswith(after):
         return None
     pair, middle = (before, between, after), head[: len(head) - len(before)]
-    return Style(opening, _behind(two, after), tail[len(after) :], middle=middle, pair=pair)
+    return Style(opening, _behind(two_calls, after), tail[len(after) :], middle=middle, pair=pair)
 
 
 def _in_python(rest: str) -> re.Match[str] | None:
@@ -344,8 +366,8 @@ def _own_notation(rest: str) -> re.Match[str] | None:
     for (a, x), (b, y) in (pairs, pairs[::-1]):
         quote = r"(?P<quote>[^\w{}]+?)"
         form = rf"\{{{a}:{quote}{x}(?P=quote),{b}:(?P=quote){y}(?P=quote)\}}"
-        if found := re.search(form, rest):
-            return found
+        if match := re.search(form, rest):
+            return match
     return None
 
 
@@ -354,12 +376,12 @@ def _words() -> Iterator[str]:
         yield from pair
 
 
-def _behind(two: str, after: str) -> str:
+def _behind(two_calls: str, after: str) -> str:
     """What stands between the arguments of a call, which end so, and the name of the next."""
-    _, found, rest = two.partition(VALUES[1])
+    _, value, rest = two_calls.partition(VALUES[1])
     between, last, _ = rest.partition(LAST)
     at = between.find(after)
-    return between[at + len(after) :] if found and last and at >= 0 else ""
+    return between[at + len(after) :] if value and last and at >= 0 else ""
 
 
 def _spaced(text: str) -> str:

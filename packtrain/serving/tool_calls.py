@@ -57,19 +57,27 @@ class Tools:
             raise InputError(f"tool_choice is {choice!r}; there is no such tool")
         if not functions or choice == "none":
             return None
-        given = body.get("tools")
-        asked = [one.get("function", one) for one in given] if isinstance(given, list) else []
-        strict = {one["name"] for one in asked if one.get("strict")} | {choice}
-        held, warnings = list[Call](), list[str]()
+        raw_tools = body.get("tools")
+        raw_functions = (
+            [definition.get("function", definition) for definition in raw_tools]
+            if isinstance(raw_tools, list)
+            else []
+        )
+        strict = {
+            definition["name"] for definition in raw_functions if definition.get("strict")
+        } | {choice}
+        loose_functions, warnings = list[Call](), list[str]()
         for function in functions:
-            told = list[str]()
-            held.append(function | {"parameters": loosened(function["parameters"], told)})
-            facts = [f"tools: {function['name']}: {place}" for place in told]
+            unsupported = list[str]()
+            loose_functions.append(
+                function | {"parameters": loosened(function["parameters"], unsupported)}
+            )
+            facts = [f"tools: {function['name']}: {place}" for place in unsupported]
             if facts and strict & {function["name"], "required"}:
                 raise InputError(f"{facts[0]} is not supported: no grammar can hold answers to it")
             warnings += [f"{fact} is not supported: answers may not keep to it" for fact in facts]
-        several = body.flag("parallel_tool_calls")
-        return cls(tuple(held), choice, several, style, tuple(warnings))
+        is_parallel = body.flag("parallel_tool_calls")
+        return cls(tuple(loose_functions), choice, is_parallel, style, tuple(warnings))
 
     @property
     def names(self) -> list[str]:
@@ -98,65 +106,80 @@ class Tools:
         style, free = self.style, self.choice == "auto"
         if len(json.dumps(chosen)) > LONGEST_GRAMMAR:
             raise InputError(f"tools have more than {LONGEST_GRAMMAR:,} characters")
-        made = Calls(tokenizer, WILD)
+        builder = Calls(tokenizer, WILD)
         call, opening, triggers = (
-            self._call(made, chosen),
-            made.split(style.opening),
+            self._call(builder, chosen),
+            builder.split(style.opening),
             dict[str, Any](),
         )
         if free and not otherwise:
             first = opening[0] if opening else None
             begin = self.beginnings if first is None else (str(first).split(ID)[0].strip(),)
             triggers = {"tokens": (first,)} if isinstance(first, int) else {"words": begin}
-        again = f"({made.text(style.again)} {call})*" if self.several and style.again else ""
-        start = " ".join(
-            filter(None, (made.text(opening, True), call, again, made.text(style.closing)))
+        repeated_calls = (
+            f"({builder.text(style.again)} {call})*" if self.several and style.again else ""
         )
-        return Grammar(tokenizer, made.grammar(start, otherwise), **triggers)
+        start = " ".join(
+            filter(
+                None,
+                (builder.text(opening, True), call, repeated_calls, builder.text(style.closing)),
+            )
+        )
+        return Grammar(tokenizer, builder.grammar(start, otherwise), **triggers)
 
-    def _call(self, made: Calls, chosen: Sequence[Call]) -> str:
+    def _call(self, builder: Calls, chosen: Sequence[Call]) -> str:
         """The grammar of one call of these functions."""
         style = self.style
         if style.middle is None:
-            return made.document(self._schema(chosen))
-        middle = made.text(style.middle)
+            return builder.document(self._schema(chosen))
+        middle = builder.text(style.middle)
         return either(
-            [f"{json.dumps(f['name'])} {middle} {self._arguments(made, f)}" for f in chosen]
+            [f"{json.dumps(f['name'])} {middle} {self._arguments(builder, f)}" for f in chosen]
         )
 
-    def _arguments(self, made: Calls, function: Call) -> str:
+    def _arguments(self, builder: Calls, function: Call) -> str:
         """What stands behind a name: an object, or its parts one by one."""
         schema = function["parameters"] or {"type": "object"}
         if self.style.quote:
-            return made.bare(self.style.quote)
+            return builder.bare(self.style.quote)
         if self.style.python:
-            return self._keywords(made, schema)
+            return self._keywords(builder, schema)
         if self.style.pair is None:
-            return made.document(schema)
+            return builder.document(schema)
         before, _, after = self.style.pair
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = []
-        for key, one in schema.get("properties", {}).items():
-            kind = one.get("type", "string" if "enum" in one else "object")
+        for key, property_schema in schema.get("properties", {}).items():
+            kind = property_schema.get("type", "string" if "enum" in property_schema else "object")
             between = self.style.between(kind if isinstance(kind, str) else "object")
-            text = f"{made.text(before)} {json.dumps(key)} {made.text(between)}"
-            if one.get("type") == "string" and not one.keys() & {"enum", "const", "pattern"}:
-                text = f"{text} {made.free(after)}"
-            elif all(isinstance(value, str) for value in one.get("enum", [0])):
-                text = f"{text} {either([json.dumps(x) for x in one['enum']])} {made.text(after)}"
+            text = f"{builder.text(before)} {json.dumps(key)} {builder.text(between)}"
+            if property_schema.get("type") == "string" and not property_schema.keys() & {
+                "enum",
+                "const",
+                "pattern",
+            }:
+                text = f"{text} {builder.free(after)}"
+            elif all(isinstance(value, str) for value in property_schema.get("enum", [0])):
+                text = f"{text} {either([json.dumps(x) for x in property_schema['enum']])} {builder.text(after)}"
             else:
-                text = f"{text} {made.document(one | shared)} {made.text(after)}"
+                text = f"{text} {builder.document(property_schema | shared)} {builder.text(after)}"
             parts.append(text if key in schema.get("required", ()) else f"({text})?")
         return " ".join(parts)
 
-    def _keywords(self, made: Calls, schema: Call) -> str:
+    def _keywords(self, builder: Calls, schema: Call) -> str:
         """The arguments as keywords of Python, in the order of the schema."""
         quote, parts = self.style.python, []
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        for key, one in schema.get("properties", {}).items():
-            free = one.get("type") == "string" and not one.keys() & {"enum", "const", "pattern"}
+        for key, property_schema in schema.get("properties", {}).items():
+            free = property_schema.get("type") == "string" and not property_schema.keys() & {
+                "enum",
+                "const",
+                "pattern",
+            }
             value = (
-                f"{json.dumps(quote)} {made.free(quote)}" if free else made.document(one | shared)
+                f"{json.dumps(quote)} {builder.free(quote)}"
+                if free
+                else builder.document(property_schema | shared)
             )
             text = f"{json.dumps(f'{key}=')} {value} /,? ?/"
             parts.append(text if key in schema.get("required", ()) else f"({text})?")
@@ -168,8 +191,8 @@ class Tools:
         calls = [_schema(f, style, f"#/$defs/{i}") for i, f in enumerate(chosen)]
         schema: Call = calls[0] if len(calls) == 1 else {"anyOf": calls}
         if style.listed:
-            most = {} if self.several else {"maxItems": 1}
-            schema = {"type": "array", "items": schema, "minItems": 1} | most
+            limits = {} if self.several else {"maxItems": 1}
+            schema = {"type": "array", "items": schema, "minItems": 1} | limits
         schema["$defs"] = {
             str(i): moved(f["parameters"] or {"type": "object"}, f"#/$defs/{i}")
             for i, f in enumerate(chosen)
@@ -185,14 +208,14 @@ class Tools:
     def awaited(self) -> tuple[str, ...]:
         """The same, and with what may stand between words and a call, which is no part of them."""
         begin, style = self.beginnings, self.style
-        apart = "" if style.opening.strip() or style.middle is None else style.again.strip()
-        return (*begin, *(f"{apart}{text}" for text in begin)) if apart else begin
+        separator = "" if style.opening.strip() or style.middle is None else style.again.strip()
+        return (*begin, *(f"{separator}{text}" for text in begin)) if separator else begin
 
     def has_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether control tokens are part of calls: the text of an answer must show them then."""
-        made, style = Calls(tokenizer, WILD), self.style
+        builder, style = Calls(tokenizer, WILD), self.style
         texts = style.opening, style.again, style.closing, style.middle or "", *(style.pair or ())
-        return any(isinstance(part, int) for text in texts for part in made.split(text))
+        return any(isinstance(part, int) for text in texts for part in builder.split(text))
 
     def parse(self, text: str) -> tuple[str, list[Call]]:
         """The content of an answer, and its calls, as OpenAI's API has them, up to one that cannot be read."""
@@ -202,19 +225,19 @@ class Tools:
 
 def _allowed(choice: Any, functions: tuple[Call, ...]) -> tuple[str, tuple[Call, ...]]:
     """The mode of allowed_tools, and those of the functions that it lists. Raises InputError."""
-    given = Body(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
-    allowed = [_named(one, "tool_choice.tools") for one in given.listed("tools", MOST)]
+    options = Body(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
+    allowed = [_named(item, "tool_choice.tools") for item in options.listed("tools", MOST)]
     if not allowed:
         raise InputError("tool_choice.allowed_tools.tools must list at least one tool")
     if unknown := {*allowed} - {function["name"] for function in functions}:
         raise InputError(f"tool_choice allows {min(unknown)!r}; there is no such tool")
-    if (mode := given.text("mode", "auto")) not in ("auto", "required"):
+    if (mode := options.text("mode", "auto")) not in ("auto", "required"):
         raise InputError(f"tool_choice.mode is {mode!r}; it must be auto or required")
-    return mode, tuple(one for one in functions if one["name"] in allowed)
+    return mode, tuple(item for item in functions if item["name"] in allowed)
 
 
-def _named(choice: Any, where: str) -> str:
-    return Body(Body(choice, where).get("function") or choice, where).text("name")
+def _named(choice: Any, location: str) -> str:
+    return Body(Body(choice, location).get("function") or choice, location).text("name")
 
 
 def _fault(tokenizer: Tokenizer, schema: Any, at: str) -> str:
@@ -245,10 +268,12 @@ def explained(conversation: Conversation, style: Style) -> Conversation:
 
 
 def _schema(function: Call, style: Style, parameters: str) -> Call:
-    known = {style.name: {"const": function["name"]}, style.arguments: {"$ref": parameters}}
+    key_schemas = {style.name: {"const": function["name"]}, style.arguments: {"$ref": parameters}}
     return {
         "type": "object",
-        "properties": {key: known.get(key, {"type": "string"}) for key in style.keys or known},
+        "properties": {
+            key: key_schemas.get(key, {"type": "string"}) for key in style.keys or key_schemas
+        },
         "required": [style.name, style.arguments],
         "additionalProperties": False,
     }

@@ -21,13 +21,13 @@ def overlays(plans: Plans) -> dict[str, tuple[str, int]]:
     return {PART + name: (name, part_of(size, *share).start) for name, size in sizes.items()}
 
 
-def restored(session: Session, plans: Plans, found: Checkpoint, moments: bool = True) -> None:
+def restored(session: Session, plans: Plans, checkpoint: Checkpoint, moments: bool = True) -> None:
     """Give the saved leaves of a session the values of a checkpoint; without `moments`, these begin at zero."""
     for name, leaf in plans.saved.items():
         if leaf.role == "moment" and not moments:
             session.fill(name, lambda array: array.fill(0))
             continue
-        value = found.array(whole_name(name))
+        value = checkpoint.array(whole_name(name))
         if plans.shape.share is not None and PART in name:
             value = value.reshape(-1)[part_of(value.size, *plans.shape.share)]
             value = value.reshape(leaf.shape)

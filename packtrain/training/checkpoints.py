@@ -68,13 +68,15 @@ class Progress:
         return replace(self, recent=recent, norm=norm, lowest=lowest, unimproved=unimproved)
 
     def validated(
-        self, loss: float, ends: tuple[int, int] = (0, 0), best: bool = False
+        self, loss: float, eos_counts: tuple[int, int] = (0, 0), best: bool = False
     ) -> "Progress":
         """After a validation; `best`: the result will be the best step, not the last."""
         if loss < self.best:
-            return replace(self, best=loss, stale=0, best_step=self.step, last=loss, ends=ends)
-        ends = self.ends if best else ends
-        return replace(self, stale=self.stale + 1, last=loss, ends=ends)
+            return replace(
+                self, best=loss, stale=0, best_step=self.step, last=loss, ends=eos_counts
+            )
+        eos_counts = self.ends if best else eos_counts
+        return replace(self, stale=self.stale + 1, last=loss, ends=eos_counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +113,22 @@ def save(
     write(path, values, {name: Deferred.of(arrays.__getitem__, name) for name in arrays})
 
 
-def link(path: Path, other: Path) -> None:
+def link(path: Path, target: Path) -> None:
     """Give the file a second name; the next write replaces only the first one."""
-    beside = path.with_suffix(".keep.part")
-    beside.unlink(missing_ok=True)
+    temporary = path.with_suffix(".keep.part")
+    temporary.unlink(missing_ok=True)
     try:
-        os.link(path, beside)
+        os.link(path, temporary)
     except OSError:  # file systems without hard links
-        shutil.copyfile(path, beside)
-    os.replace(beside, other)
+        shutil.copyfile(path, temporary)
+    os.replace(temporary, target)
 
 
-def copy(path: Path, other: Path) -> None:
+def copy(path: Path, target: Path) -> None:
     """A file of its own with the same content."""
-    torn = other.with_name(f".{other.name}.part")
+    torn = target.with_name(f".{target.name}.part")
     shutil.copyfile(path, torn)
-    os.replace(torn, other)
+    os.replace(torn, target)
 
 
 def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
@@ -140,7 +142,7 @@ def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
+def load(path: Path, report: Callable[[str], None]) -> Checkpoint | None:
     """The newest valid checkpoint at `path`: itself, or the previous one, with a message; None if there is none.
 
     Raises InputError for a checkpoint of a newer format, and if there are files but none is valid.
@@ -150,13 +152,13 @@ def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
         if not file.exists():
             continue
         try:
-            found = _load(file)
+            checkpoint = _load(file)
         except GGUFError as error:
             problems.append(str(error))
             continue
         for problem in problems:
-            say(f"{problem}; resuming from {file.name}")
-        return found
+            report(f"{problem}; resuming from {file.name}")
+        return checkpoint
     if problems:
         raise InputError("; ".join(problems))
     return None
@@ -173,8 +175,8 @@ def step_of(path: Path) -> int:
 def _load(path: Path) -> Checkpoint:
     gguf = GGUF(path)
     values = gguf.metadata
-    wanted = {"format": int, "sha256": str, "progress": str, "about": str}
-    if not all(isinstance(values.get(KEY + name), kind) for name, kind in wanted.items()):
+    required_types = {"format": int, "sha256": str, "progress": str, "about": str}
+    if not all(isinstance(values.get(KEY + name), kind) for name, kind in required_types.items()):
         raise GGUFError(f"{path}: this is not a checkpoint of packtrain")
     if values[KEY + "format"] > FORMAT:
         raise InputError(
@@ -206,8 +208,8 @@ def _is_progress(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and kinds.keys() <= value.keys() <= kinds.keys() | later.keys()
-        and all(type(given) is (kinds | later)[name] for name, given in value.items())
-        and all(given >= 0 for name, given in value.items() if name not in signed)
+        and all(type(field_value) is (kinds | later)[name] for name, field_value in value.items())
+        and all(field_value >= 0 for name, field_value in value.items() if name not in signed)
         and all(type(loss) is float for loss in value.get("recent", ()))
         and [type(count) for count in value.get("ends", (0, 0))] == [int, int]
         and value["step"] < 1 << 63

@@ -20,19 +20,21 @@ LOGS_NBYTES = 4 << 20  # metrics, events, pictures and the plan
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def check_space(job: Job, plans: Plans, more: Iterable[tuple[Path, str, int]] = ()) -> None:
+def check_space(job: Job, plans: Plans, extra_files: Iterable[tuple[Path, str, int]] = ()) -> None:
     """Raise DiskFull, with the bytes needed in each folder, if a disk has less."""
     disks: dict[int, list[tuple[Path, str, int]]] = defaultdict(list)
-    for path, what, nbytes in chain(written(job, plans), more):
+    for path, description, nbytes in chain(written(job, plans), extra_files):
         folder = path.parent if path.parent.exists() else path.parent.parent
-        disks[os.stat(folder).st_dev].append((folder, what, nbytes))
+        disks[os.stat(folder).st_dev].append((folder, description, nbytes))
     for parts in disks.values():
         folder, needed = parts[0][0], sum(nbytes for *_, nbytes in parts)
         free = shutil.disk_usage(folder).free
         if needed > free:
-            each = ", ".join(f"{what} {size_text(nbytes)}" for _, what, nbytes in parts)
+            details = ", ".join(
+                f"{description} {size_text(nbytes)}" for _, description, nbytes in parts
+            )
             raise DiskFull(
-                f"{folder.resolve()}: the run needs {size_text(needed)} of disk ({each}) and {size_text(free)} are"
+                f"{folder.resolve()}: the run needs {size_text(needed)} of disk ({details}) and {size_text(free)} are"
                 " free; make room, or give another --output"
             )
 
@@ -41,13 +43,13 @@ def written(job: Job, plans: Plans) -> Iterator[tuple[Path, str, int]]:
     """Files of a run: path, description, and an upper bound of the additional bytes."""
     folder = job.settings.folder
     checkpoint, best = folder / CHECKPOINT, folder / BEST
-    kept = nbytes_of(plans.saved.values())
-    there = sum(_nbytes(path) for path in (checkpoint, previous(checkpoint)))
-    yield checkpoint, "two checkpoints", max(2 * kept - there, 0)
+    saved_nbytes = nbytes_of(plans.saved.values())
+    existing_nbytes = sum(_nbytes(path) for path in (checkpoint, previous(checkpoint)))
+    yield checkpoint, "two checkpoints", max(2 * saved_nbytes - existing_nbytes, 0)
     s, weights = job.settings, nbytes_of(plans.kept[name] for name in plans.trained)
     saves = job.steps // s.save_every + 1 if s.save_every else 1
     if s.save_name:
-        yield checkpoint, "numbered checkpoints", saves * kept
+        yield checkpoint, "numbered checkpoints", saves * saved_nbytes
     if s.save_model:
         yield checkpoint, "numbered models", saves * (weights + HEAD_NBYTES)
     if job.settings.patience:  # a better one is written before the old one is replaced

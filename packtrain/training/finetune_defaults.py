@@ -82,8 +82,8 @@ def replayed(settings: TuneSettings, config: Config, samples: Samples) -> int:
     if settings.replay is not None:
         return settings.replay
     # where whole texts are learned, the data is to shape everything that the model writes
-    usual = not samples.weights.all() and not is_older(settings)
-    return REPLAY if usual and not any(reasons.values()) else 0
+    use_default = not samples.weights.all() and not is_older(settings)
+    return REPLAY if use_default and not any(reasons.values()) else 0
 
 
 def as_begun(settings: TuneSettings) -> TuneSettings:
@@ -91,19 +91,19 @@ def as_begun(settings: TuneSettings) -> TuneSettings:
     path = settings.folder / "run.yaml"
     if not settings.resume or settings.overwrite or not path.exists():
         return settings
-    begun: dict[str, Any] = {**LEGACY}
-    begun |= {k: v for k, v in read_yaml(TuneSettings, path).items() if v is not None}
-    missing = {name for name in OPEN if not getattr(settings, name) and name in begun}
-    if settings.iters is not None or begun.get("iters") is not None:
+    original: dict[str, Any] = {**LEGACY}
+    original |= {k: v for k, v in read_yaml(TuneSettings, path).items() if v is not None}
+    missing = {name for name in OPEN if not getattr(settings, name) and name in original}
+    if settings.iters is not None or original.get("iters") is not None:
         missing -= {"epochs"}
-    return replace(settings, **{name: begun[name] for name in missing})
+    return replace(settings, **{name: original[name] for name in missing})
 
 
 def _epochs(settings: TuneSettings, examples: int) -> float:
     """Passes over the data: those asked for, or those that are usual for so many examples."""
     if settings.epochs is not None and settings.iters is None:
         return settings.epochs
-    return next((epochs for most, epochs in EPOCHS if examples <= most), 1)
+    return next((epochs for max_examples, epochs in EPOCHS if examples <= max_examples), 1)
 
 
 def _batch_size(settings: TuneSettings, rows: int, epochs: float) -> int:
@@ -114,10 +114,10 @@ def _batch_size(settings: TuneSettings, rows: int, epochs: float) -> int:
     for size in sizes:
         sized = replace(settings, batch_size=size)
         if settings.iters is None:
-            enough = updates_of(sized, rows, epochs) >= GOOD_UPDATES
+            is_enough = updates_of(sized, rows, epochs) >= GOOD_UPDATES
         else:
-            enough = settings.iters <= updates_of(sized, rows, epochs)
-        if enough:
+            is_enough = settings.iters <= updates_of(sized, rows, epochs)
+        if is_enough:
             return size
     return sizes[-1]
 
@@ -138,10 +138,8 @@ def prospect(examples: int, updates: int, rows: int, settings: TuneSettings) -> 
         f" {settings.learning_rate:.1e}): "
     )
     if updates < MIN_UPDATES:
-        more = math.ceil(MIN_UPDATES * share)
-        return (
-            f"{head}too few to change how the model answers; --epochs {more} or more examples would"
-        )
+        num_epochs = math.ceil(MIN_UPDATES * share)
+        return f"{head}too few to change how the model answers; --epochs {num_epochs} or more examples would"
     if examples < 50:
         return f"{head}enough for a tone; 50 to 100 examples make a style"
     if examples < 500:

@@ -114,8 +114,8 @@ class Tuned:
         s = self.settings
         if self.config.lora is not None:
             adapter = self._adapter(view, self.config.lora)
-            alone = s.output if s.merge == "none" else s.adapter
-            for path in filter(None, (s.folder / ADAPTER, alone)):
+            adapter_path = s.output if s.merge == "none" else s.adapter
+            for path in filter(None, (s.folder / ADAPTER, adapter_path)):
                 write_adapter(path, adapter, name_of(s.output), self.model.gguf)
             return
 
@@ -141,17 +141,19 @@ class Tuned:
         adapter = sum(spec.size * 4 for spec in trained) + HEAD_NBYTES
         if s.merge == "none":
             return {s.output: adapter, s.folder / ADAPTER: adapter}
-        found = {s.output: gguf.nbytes + HEAD_NBYTES}
+        sizes_by_path = {s.output: gguf.nbytes + HEAD_NBYTES}
         changed = {
             n.removesuffix(B) for n in self.trained if not n.endswith(A)
         } & gguf.entries.keys()
         if stored is not None:
             for entry in (gguf.entries[name] for name in changed):
-                into = stored_type(entry, stored)
-                found[s.output] += max(tensor_nbytes(entry.shape, into) - entry.nbytes, 0)
+                target_dtype = stored_type(entry, stored)
+                sizes_by_path[s.output] += max(
+                    tensor_nbytes(entry.shape, target_dtype) - entry.nbytes, 0
+                )
         if not s.full:
-            found |= dict.fromkeys(filter(None, (s.folder / ADAPTER, s.adapter)), adapter)
-        return found
+            sizes_by_path |= dict.fromkeys(filter(None, (s.folder / ADAPTER, s.adapter)), adapter)
+        return sizes_by_path
 
     def _adapter(self, view: View, lora: Lora) -> Adapter:
         names = [name.removesuffix(A) for name in self.trained if name.endswith(A)]
@@ -165,8 +167,8 @@ class Tuned:
         """The same, with what the data says: its chat template and, if only answers are learned, how they end."""
         chats = _has_chats(self.settings, self.model, data)
         # where prompts are learned, too, these tokens also end turns of users, whose length nothing tells
-        ends = tuple(sorted(data.ends)) if chats and self.settings.mask_prompt else ()
-        return replace(self, template=data.template, chats=chats, ends=ends)
+        eos_ids = tuple(sorted(data.ends)) if chats and self.settings.mask_prompt else ()
+        return replace(self, template=data.template, chats=chats, ends=eos_ids)
 
 
 def name_of(output: Path) -> str:
@@ -192,10 +194,10 @@ def _unpack(array: np.ndarray, stored: np.ndarray) -> None:
 # ---- building the job ------------------------------------------------------------------------------------------------
 
 
-def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
+def build_job(settings: TuneSettings, report: Callable[[str], None]) -> Job:
     """Open the model, tokenize the data, and fill in what the settings leave open. Raises InputError."""
-    for name, given in (("the model", settings.model), ("--data", settings.data)):
-        if given is None:
+    for name, value in (("the model", settings.model), ("--data", settings.data)):
+        if value is None:
             raise InputError(f"{name} must be given: packtrain finetune BASE.gguf --data FILE")
     settings = as_begun(settings)
     assert settings.model is not None and settings.data is not None
@@ -208,17 +210,17 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     base = Base(types, settings.freeze, last, settings.strict, DTYPES[settings.masters])
     if not Tuned(settings, model, config, base).trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
-    train, valid, data = _batches(settings, model, config, say)
+    train, valid, data = _batches(settings, model, config, report)
     settings = completed(settings, config.embedding_length, len(data.train), train.windows)
     settings = replace(settings, replay=train.texts)
     for part in filter(None, (train, valid)):
         part.rows = settings.batch_size
     schedule = schedule_of(settings, len(train))
-    say(prospect(len(data.train), schedule.steps, train.windows, settings))
-    how, evaluates = settings.preference, valid is not None
-    shape = shape_of(settings, config, train.rows, train.time, evaluates or refers(how), base, say)
+    report(prospect(len(data.train), schedule.steps, train.windows, settings))
+    evaluates = valid is not None or refers(settings.preference)
+    shape = shape_of(settings, config, train.rows, train.time, evaluates, base, report)
     if isinstance(train, PairBatches):
-        shape = replace(shape, preference=how, pairs=train.most)
+        shape = replace(shape, preference=settings.preference, pairs=train.most)
     if isinstance(train, TeacherBatches | ReplayBatches):
         shape = replace(shape, distill=train.how)
     return Job(
@@ -235,24 +237,27 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
 
 
 def _batches(
-    settings: TuneSettings, model: ModelFile, config: Config, say: Callable[[str], None]
+    settings: TuneSettings, model: ModelFile, config: Config, report: Callable[[str], None]
 ) -> tuple[SampleBatches, SampleBatches | None, Dataset]:
     """Batches for training and validation, as long as the longest sample needs, and their data set."""
     length = settings.ctx or min(config.context_length, CONTEXT)
-    check_context(config, length, say)
+    check_context(config, length, report)
     cache = writable(cache_root() / "tokens")
-    dataset = prepare(_recipe(settings, length), cache, say, settings.memory)
+    dataset = prepare(_recipe(settings, length), cache, report, settings.memory)
     for note in dataset.notes:
-        say(note)
-    how, parts = settings.preference, [part for part in (dataset.train, dataset.valid) if part]
+        report(note)
+    preference, parts = (
+        settings.preference,
+        [part for part in (dataset.train, dataset.valid) if part],
+    )
     make: Callable[..., SampleBatches] = SampleBatches
     time = settings.ctx or row_length(length, *map(SampleBatches.lengths_of, parts))
-    if how is not None:  # a row holds both answers, each as long as the context
+    if preference is not None:  # a row holds both answers, each as long as the context
         make, time = (
-            partial(PairBatches, how=how),
+            partial(PairBatches, how=preference),
             row_length(2 * length, *map(PairBatches.lengths_of, parts)),
         )
-    size, learnt = (max(settings.batch_size, 1), time), make
+    size, make_train = (max(settings.batch_size, 1), time), make
     count = replayed(settings, config, dataset.train)
     if settings.distill is not None and settings.teacher is not None:
         teacher = open_model(existing(settings.teacher, "--teacher"))
@@ -262,12 +267,12 @@ def _batches(
                 f"--teacher: {model.gguf.path.name} caps its logits, which it is not for"
             )
         mark = fingerprint(teacher)
-        learnt = partial(TeacherBatches, how=settings.distill, teacher=teacher, mark=mark)
+        make_train = partial(TeacherBatches, how=settings.distill, teacher=teacher, mark=mark)
     elif count:
         length, width = min(REPLAY_LENGTH, time), config.embedding_length
         replay = Replay(length, settings.replay_weight, count, width)
-        learnt = partial(ReplayBatches, how=replay, base=model)
-    train, valid = learnt(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
+        make_train = partial(ReplayBatches, how=replay, base=model)
+    train, valid = make_train(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
     if dataset.valid is not None:
         valid = make(dataset.valid, size[0], train.time, shuffle=False, pack=settings.pack)
     return train, valid, dataset
@@ -290,15 +295,15 @@ def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> No
             f"--aware: {model.gguf.path.name} has experts, which it is not for; leave it out"
         )
     types, fits = model.types(), ", ".join(map(str, RECODABLE))
-    ours = {n: types[n] for n in transformer.weights(config) if config.lora.rank(n)}
+    adapted_types = {n: types[n] for n in transformer.weights(config) if config.lora.rank(n)}
     # the merge would lose part of what such a matrix learns, which no step sees
-    for name, dtype in ours.items():
+    for name, dtype in adapted_types.items():
         if dtype.quantized and dtype not in RECODABLE:
             raise InputError(
                 f"--aware: {name} is {dtype}, and it is for matrices of {fits}",
                 "leave it out, or train other matrices (--lora-modules)",
             )
-    if not set(ours.values()) & set(RECODABLE):
+    if not set(adapted_types.values()) & set(RECODABLE):
         raise InputError(
             f"--aware: no matrix that is trained is quantized; it is for matrices of {fits}"
         )
@@ -336,10 +341,10 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
 def lora_of(settings: TuneSettings, config: Config) -> Lora:
     """The LoRA adapters that the settings ask for. Raises InputError."""
     kinds = list(_matrices(config))
-    wanted = settings.lora_modules.split(",")
-    patterns = [GROUPS.get(name, name) for name in wanted]
+    names = settings.lora_modules.split(",")
+    patterns = [GROUPS.get(name, name) for name in names]
     chosen = [kind for kind in kinds if any(fnmatchcase(kind, p) for p in patterns)]
-    for name, pattern in zip(wanted, patterns, strict=True):
+    for name, pattern in zip(names, patterns, strict=True):
         if not any(fnmatchcase(kind, pattern) for kind in kinds):
             raise InputError(
                 f"--lora-modules: {name!r} is not a matrix of the model; choose all, attn, mlp, or some of"
@@ -348,15 +353,17 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
     ranks = dict.fromkeys(chosen, 0)
     for text in sorted(settings.lora_rank, key=lambda text: "=" in text):
         name, rank = _rank(text)
-        found = [kind for kind in chosen if fnmatchcase(kind, name)]
-        if not found:
+        matching_kinds = [kind for kind in chosen if fnmatchcase(kind, name)]
+        if not matching_kinds:
             raise InputError(f"--lora-rank {text}: it must be for one of {', '.join(chosen)}")
-        ranks |= dict.fromkeys(found, rank)
+        ranks |= dict.fromkeys(matching_kinds, rank)
     ranks = {kind: rank or _rank(TuneSettings.lora_rank[0])[1] for kind, rank in ranks.items()}
     alpha = settings.lora_alpha
     if alpha is None:
-        plain = [text for text in settings.lora_rank if "=" not in text]
-        alpha = usual_alpha(settings.rslora, _rank([*TuneSettings.lora_rank, *plain][-1])[1])
+        default_ranks = [text for text in settings.lora_rank if "=" not in text]
+        alpha = usual_alpha(
+            settings.rslora, _rank([*TuneSettings.lora_rank, *default_ranks][-1])[1]
+        )
     if settings.rslora:
         if len(set(ranks.values())) > 1:
             raise InputError("--rslora: all ranks must be equal, because an adapter has one alpha")
@@ -369,12 +376,12 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
 
 def _matrices(config: Config) -> Iterator[str]:
     """Names, within a block, of the matrices that can have a LoRA adapter: in some blocks, if not in all."""
-    found = dict[str, None]()
+    matrix_kinds = dict[str, None]()
     for name, leaf in transformer.weights(config).items():
         block, _, kind = name.removeprefix("blk.").removesuffix(".weight").partition(".")
         if block.isdecimal() and is_matrix(name, leaf.shape) and kind != "ffn_gate_inp":
-            found[kind] = None
-    yield from found
+            matrix_kinds[kind] = None
+    yield from matrix_kinds
 
 
 def _rank(text: str) -> tuple[str, int]:

@@ -188,8 +188,8 @@ class TuneSettings(RunSettings):
     @property
     def usual_rate(self) -> float:
         """The rate of runs from before it followed from the width; see training.finetune_defaults for later ones."""
-        usual = FULL_RATE if self.full else LORA_RATE
-        return usual if self.loss == NEXT_TOKEN else usual / 10
+        default_rate = FULL_RATE if self.full else LORA_RATE
+        return default_rate if self.loss == NEXT_TOKEN else default_rate / 10
 
     @property
     def distill(self) -> Distill | None:

@@ -24,25 +24,29 @@ class NoGradient(ArithmeticError):
     """Training would have no effect: a gradient is zero, or not finite."""
 
 
-def probe(job: Job, engine: Engine, say: Callable[[str], None]) -> None:
+def probe(job: Job, engine: Engine, report: Callable[[str], None]) -> None:
     """Raise NoGradient for tensors without a gradient; reports experts that no token has reached."""
     session, optimizer = engine.session, engine.optimizer
     names = engine.plans.trained
     for name in (name for name in names if name.endswith(B)):
         draw = np.random.default_rng(zlib.crc32(name.encode()))
         session.fill(name, partial(_small, draw=draw))
-    before = {name: _digests(session.view(name)) for name in names}
+    initial_digests = {name: _digests(session.view(name)) for name in names}
     engine.optimizer = optimizer.bare()
-    did = engine.step(job.batches(1), 1, RATE)
-    if did.bad:
-        raise NoGradient(f"before step 1 a gradient is not finite: {did.bad}")
+    result = engine.step(job.batches(1), 1, RATE)
+    if result.bad:
+        raise NoGradient(f"before step 1 a gradient is not finite: {result.bad}")
     still = {
         name: [
-            i for i, digest in enumerate(_digests(session.view(name))) if digest == before[name][i]
+            i
+            for i, digest in enumerate(_digests(session.view(name)))
+            if digest == initial_digests[name][i]
         ]
         for name in names
     }
-    _judge({name: same for name, same in still.items() if same}, before, say)
+    _judge(
+        {name: unchanged for name, unchanged in still.items() if unchanged}, initial_digests, report
+    )
     for name in engine.plans.kept.keys() - set(names):
         session.fill(name, lambda array: array.fill(0))
     job.subject.begin(session)
@@ -60,13 +64,15 @@ def _digests(array: np.ndarray) -> list[int]:
 
 
 def _judge(
-    still: dict[str, list[int]], all_parts: dict[str, list[int]], say: Callable[[str], None]
+    still: dict[str, list[int]], all_parts: dict[str, list[int]], report: Callable[[str], None]
 ) -> None:
-    dead = [name for name, same in still.items() if len(same) == len(all_parts[name])]
+    dead = [name for name, unchanged in still.items() if len(unchanged) == len(all_parts[name])]
     if dead:
-        more = f" and {plural(len(dead) - NAMED, 'other')}" if len(dead) > NAMED else ""
+        suffix = f" and {plural(len(dead) - NAMED, 'other')}" if len(dead) > NAMED else ""
         raise NoGradient(
-            f"no gradient reaches {', '.join(dead[:NAMED])}{more}; training would not change them"
+            f"no gradient reaches {', '.join(dead[:NAMED])}{suffix}; training would not change them"
         )
-    for name, same in still.items():
-        say(f"{name}: no token of the first step reaches experts {', '.join(map(str, same))}")
+    for name, unchanged in still.items():
+        report(
+            f"{name}: no token of the first step reaches experts {', '.join(map(str, unchanged))}"
+        )

@@ -17,9 +17,13 @@ Rule = tuple[str, Callable[[Any], bool], str]
 def of_optimizers() -> Iterator[Rule]:
     """For each optimizer, the settings that only other optimizers have."""
     of = {name: {field.name for field in fields(kind)} for name, kind in OPTIMIZERS.items()}
-    known = {field.name for field in fields(RunSettings)} & set().union(*of.values())
-    for name, own in of.items():
-        yield " ".join(sorted(known - own)), _chosen(name), f"with --optimizer {name}"
+    all_options = {field.name for field in fields(RunSettings)} & set().union(*of.values())
+    for name, local_options in of.items():
+        yield (
+            " ".join(sorted(all_options - local_options)),
+            _chosen(name),
+            f"with --optimizer {name}",
+        )
 
 
 def _chosen(name: str) -> Callable[[Any], bool]:
@@ -147,10 +151,12 @@ def check_effects(settings: RunSettings) -> None:
     if settings.learning_rate == 0:
         raise InputError("--lr 0 trains nothing; it must be more than 0")
     for name in ("save_name", "save_model"):
-        given = getattr(settings, name)
-        if given and ("ITERATION" not in given or "/" in given or not given.endswith(".gguf")):
+        pattern = getattr(settings, name)
+        if pattern and (
+            "ITERATION" not in pattern or "/" in pattern or not pattern.endswith(".gguf")
+        ):
             raise InputError(
-                f"{flag(name)} {given}: it must be a file name with ITERATION in it, such as model-ITERATION.gguf"
+                f"{flag(name)} {pattern}: it must be a file name with ITERATION in it, such as model-ITERATION.gguf"
             )
 
 
@@ -163,8 +169,8 @@ def check_validation(settings: RunSettings, validates: bool) -> None:
 def check_idle(settings: Any, rules: tuple[Rule, ...]) -> None:
     """Raise InputError for a setting that a rule finds without effect; for any command."""
     defaults = {field.name: field.default for field in fields(settings)}
-    for names, idle, why in rules:
+    for names, has_no_effect, reason in rules:
         for name in names.split():
-            if getattr(settings, name) != defaults[name] and idle(settings):
-                given = flag(name) if getattr(settings, name) is not False else flag(f"no_{name}")
-                raise InputError(f"{given} has no effect {why}; leave one of them out")
+            if getattr(settings, name) != defaults[name] and has_no_effect(settings):
+                option = flag(name) if getattr(settings, name) is not False else flag(f"no_{name}")
+                raise InputError(f"{option} has no effect {reason}; leave one of them out")

@@ -39,12 +39,12 @@ class Schedule:
         """The rate of a step, counted from 1."""
         if step <= self.warmup:
             return self.start + (self.lr - self.start) * step / self.warmup
-        after = step - self.warmup - 1
+        decay_step = step - self.warmup - 1
         if self.kind == "constant":
             return self.lr
         if self.kind == "halving":
-            return max(math.ldexp(self.lr, -(after // self.every)), self.lr_min)
-        part = self._part(after / max(self.steps - self.warmup - 1, 1))
+            return max(math.ldexp(self.lr, -(decay_step // self.every)), self.lr_min)
+        part = self._part(decay_step / max(self.steps - self.warmup - 1, 1))
         left = 1 - part if self.kind == "linear" else (1 + math.cos(math.pi * part)) / 2
         return self.lr_min + (self.lr - self.lr_min) * max(left, 0.0)
 
@@ -57,6 +57,6 @@ class Schedule:
         return left / lengths[0]
 
 
-def steps_per_eval(asked: int | None, steps: int) -> int:
+def steps_per_eval(requested: int | None, steps: int) -> int:
     """Steps between two validations: as asked, or about eight in a run, from 5 to 200 steps apart."""
-    return min(max(-(-steps // 8), 5), 200) if asked is None else asked
+    return min(max(-(-steps // 8), 5), 200) if requested is None else requested

@@ -28,11 +28,11 @@ def losses_of(
     session.share(model.stored())
     loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": loss.losses}), target)
-    plan, there = make_plan(placed), total_nbytes()
-    if plan.arena().nbytes > there:
+    plan, available = make_plan(placed), total_nbytes()
+    if plan.arena().nbytes > available:
         raise DoesNotFit(
             f"windows of {rows} × {time} tokens need {size_text(plan.arena().nbytes)}, and there "
-            f"are {size_text(there)}; a smaller --ctx or --batch-size needs less"
+            f"are {size_text(available)}; a smaller --ctx or --batch-size needs less"
         )
     return session.executor(placed, plan)
 

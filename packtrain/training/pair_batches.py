@@ -43,22 +43,25 @@ class PairBatches(SampleBatches):
         return [[2 * i + side for i in row for side in (0, 1)] for row in self.chosen(index)]
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
-        both = [2 * i + side for i in chosen for side in (0, 1)]
-        row, count = super()._row(both), len(chosen)
+        sides_of = [2 * i + side for i in chosen for side in (0, 1)]
+        row, count = super()._row(sides_of), len(chosen)
         sides = np.zeros((2, self.most, self.time), np.float32)
-        known, shares = np.zeros((2, self.most), np.float32), np.zeros(self.most, np.float32)
-        for number, sample in enumerate(both):
+        reference_logps, shares = (
+            np.zeros((2, self.most), np.float32),
+            np.zeros(self.most, np.float32),
+        )
+        for number, sample in enumerate(sides_of):
             pair, side = divmod(number, 2)
-            sides[side, pair] = here = row["weights"] * (row["seq"] == number)
+            sides[side, pair] = side_weights = row["weights"] * (row["seq"] == number)
             if self.how.divides:
-                sides[side, pair] /= here.sum()
-            known[side, pair] = self.known[sample]
+                sides[side, pair] /= side_weights.sum()
+            reference_logps[side, pair] = self.known[sample]
             if not side:
-                shares[pair] = 1 / here.sum()
+                shares[pair] = 1 / side_weights.sum()
         row[SIDES] = sides.reshape(-1, self.time)
         row[PAIRS] = (np.arange(self.most) < count).astype(np.float32)
         if self.how.reference:
-            row[REFERENCE] = known.reshape(-1)
+            row[REFERENCE] = reference_logps.reshape(-1)
         if self.how.shares:
             row[SHARES] = shares
         return row
@@ -72,23 +75,25 @@ def logps_of(losses: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def pairs_of(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """The pairs (N, 2) among the log-probabilities of a batch."""
-    both = logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)
-    return np.asarray(both[batch[PAIRS] > 0])
+    by_pair = logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)
+    return np.asarray(by_pair[batch[PAIRS] > 0])
 
 
 def measured(
-    how: Preference, logps: np.ndarray, batch: Mapping[str, np.ndarray]
+    preference: Preference, logps: np.ndarray, batch: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Preference.judged for the pairs of a batch."""
-    known = batch.get(REFERENCE, np.zeros_like(logps))
-    shares = batch[SHARES][batch[PAIRS] > 0] if how.shares else 1.0
-    return how.judged(pairs_of(logps, batch), pairs_of(known, batch), shares)
+    reference_logps = batch.get(REFERENCE, np.zeros_like(logps))
+    shares = batch[SHARES][batch[PAIRS] > 0] if preference.shares else 1.0
+    return preference.judged(pairs_of(logps, batch), pairs_of(reference_logps, batch), shares)
 
 
 def summary(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:
     """Means over pairs, under TRL's names: rewards of both, their margin, and how often the chosen one's is higher."""
-    found = [*parts]
-    chosen, rejected = (np.concatenate([p[side] for p in found]) for side in ("chosen", "rejected"))
+    measures = [*parts]
+    chosen, rejected = (
+        np.concatenate([p[side] for p in measures]) for side in ("chosen", "rejected")
+    )
     return {
         "rewards_chosen": float(chosen.mean()),
         "rewards_rejected": float(rejected.mean()),

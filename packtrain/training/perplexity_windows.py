@@ -82,9 +82,9 @@ def read_whole(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.nd
 
 
 def _without_last_break(pieces: Iterable[str]) -> Iterator[str]:
-    held = ""
+    pending = ""
     for piece in pieces:
-        held += piece
-        yield held[:-1]
-        held = held[-1:]
-    yield held.removesuffix("\n")
+        pending += piece
+        yield pending[:-1]
+        pending = pending[-1:]
+    yield pending.removesuffix("\n")

@@ -47,10 +47,10 @@ class Some:
 
 def missing(job: Job, part: SampleBatches, unknown: np.ndarray) -> list[int]:
     """The samples of a part that the run will see, of those that are unknown: (samples,) bool."""
-    asked = job.steps * job.settings.grad_accumulation_steps
-    if part is job.train and asked < len(part):
+    num_batches = job.steps * job.settings.grad_accumulation_steps
+    if part is job.train and num_batches < len(part):
         seen = np.zeros(len(unknown), bool)
-        for index in range(asked):
+        for index in range(num_batches):
             for row in part.answers(index):
                 seen[row] = True
         unknown = unknown & seen
@@ -61,18 +61,18 @@ def in_turn(count: int, read: Callable[[int], list[T]]) -> Iterator[list[T]]:
     """What `read` says of each number below `count`, in their order; each rank reads every k-th of them."""
     world = here()
     for first in range(world.rank, count + world.rank, world.size):
-        every = world.gather(read(first) if first < count else [])
-        yield [one for found in every for one in found]
+        gathered = world.gather(read(first) if first < count else [])
+        yield [result for rank_results in gathered for result in rank_results]
 
 
 def follow(
-    progress: Iterator[int], total: int, events: Events, what: str, part: str, stopped: Callable[[], bool],
+    progress: Iterator[int], total: int, events: Events, title: str, part: str, stopped: Callable[[], bool],
     save: Callable[[], None],
 ) -> None:  # fmt: skip
     """Go through `progress`, which yields how many parts of `total` are done; save now and then, at a stop, and at the
     end. Raises Interrupted if `stopped()` on any rank."""
     saved = time.monotonic()
-    with events.counting(what, part) as tell:
+    with events.counting(title, part) as tell:
         for done in progress:
             tell(done, total)
             stops = here().any(stopped())
@@ -85,36 +85,36 @@ def follow(
     save()
 
 
-def recall(path: Path, mark: str, known: Mapping[str, np.ndarray]) -> None:
+def recall(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Fill the arrays with what rank 0 finds in its file, see `read`."""
     world = here()
     if world.rank == 0:
-        read(path, mark, known)
+        read(path, mark, arrays)
     if world.size > 1:
-        for array in known.values():
+        for array in arrays.values():
             step = max(PART // max(array[:1].nbytes, 1), 1)
             for at in range(0, len(array), step):
                 array[at : at + step] = world.from_first(array[at : at + step])
 
 
-def write(path: Path, mark: str, known: Mapping[str, np.ndarray]) -> None:
+def write(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
     """mark  identifies the data, the model and the settings that these arrays are of"""
     if here().rank:
         return
-    kept: dict[str, Any] = {"mark": np.array(mark), **known}
+    contents: dict[str, Any] = {"mark": np.array(mark), **arrays}
     with atomic_file(path) as file:
-        np.savez(file, **kept)
+        np.savez(file, **contents)
 
 
-def read(path: Path, mark: str, known: Mapping[str, np.ndarray]) -> None:
+def read(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Fill the arrays from the file if it is whole and has this mark; else they are computed again."""
     try:
         with path.open("rb") as raw, np.load(raw) as file:  # which has checksums
             if str(file["mark"]) != mark:
                 return
-            found = {name: file[name] for name in known}
+            stored = {name: file[name] for name in arrays}
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return
-    if all(found[name].shape == array.shape for name, array in known.items()):
-        for name, array in known.items():
-            array[...] = found[name]
+    if all(stored[name].shape == array.shape for name, array in arrays.items()):
+        for name, array in arrays.items():
+            array[...] = stored[name]

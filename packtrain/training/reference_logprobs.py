@@ -23,8 +23,8 @@ from packtrain.training.training_job import Job
 FILE = "reference.npz"  # in the run folder
 
 
-def refers(how: Preference | None) -> bool:
-    return how is not None and how.reference
+def refers(preference: Preference | None) -> bool:
+    return preference is not None and preference.reference
 
 
 def refer(
@@ -37,42 +37,47 @@ def refer(
     if not refers(job.shape.preference):
         return
     parts = {"train": job.train, "valid": job.valid}
-    found = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
+    pair_parts = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
     mark, path = f"{job.fingerprint} {job.shape.base} {job.shape.config.precision}", folder / FILE
-    known = {name: part.known for name, part in found.items()}
-    precomputed.recall(path, mark, known)
-    asked = {
-        name: precomputed.missing(job, part, np.isnan(part.known)) for name, part in found.items()
+    arrays = {name: part.known for name, part in pair_parts.items()}
+    precomputed.recall(path, mark, arrays)
+    missing_samples = {
+        name: precomputed.missing(job, part, np.isnan(part.known))
+        for name, part in pair_parts.items()
     }
-    count = sum(map(len, asked.values()))
+    count = sum(map(len, missing_samples.values()))
     if not count:
         return
     job.subject.begin(engine.session)
-    counts = chain.from_iterable(_fill(job, engine, part, asked[n]) for n, part in found.items())
-    save = partial(precomputed.write, path, mark, known)
+    counts = chain.from_iterable(
+        _fill(job, engine, part, missing_samples[n]) for n, part in pair_parts.items()
+    )
+    save = partial(precomputed.write, path, mark, arrays)
     precomputed.follow(
         accumulate(counts), count, events, "reference model", "answer", stopped, save
     )
 
 
-def _fill(job: Job, engine: Engine, part: PairBatches, which: list[int]) -> Iterator[int]:
+def _fill(job: Job, engine: Engine, part: PairBatches, sample_ids: list[int]) -> Iterator[int]:
     """Compute them, a batch on each rank at a time; yields how many."""
-    if not which:
+    if not sample_ids:
         return
-    some, run = precomputed.Some(part.samples, which), engine.run[EVALUATE]
-    batches = SampleBatches(some, job.shape.rows, part.time, shuffle=False)  # type: ignore[arg-type]
+    subset, run = precomputed.Some(part.samples, sample_ids), engine.run[EVALUATE]
+    batches = SampleBatches(subset, job.shape.rows, part.time, shuffle=False)  # type: ignore[arg-type]
 
     def read(index: int) -> list[tuple[int, float]]:
-        batch, found = batches[index], list[tuple[int, float]]()
+        batch, results = batches[index], list[tuple[int, float]]()
         losses = run({**batch, **with_targets(batch)})["losses"].astype(np.float64)
         for at, row in enumerate(batches.chosen(index)):
             for number, i in enumerate(row):
-                its = batch["weights"][at] * (batch["seq"][at] == number)
-                logp = -(losses[at] @ its) / (its.sum() if part.how.divides else 1)
-                found.append((which[i], logp))
-        return found
+                sample_weights = batch["weights"][at] * (batch["seq"][at] == number)
+                logp = -(losses[at] @ sample_weights) / (
+                    sample_weights.sum() if part.how.divides else 1
+                )
+                results.append((sample_ids[i], logp))
+        return results
 
-    for every in precomputed.in_turn(len(batches), read):
-        for i, logp in every:
+    for batch_results in precomputed.in_turn(len(batches), read):
+        for i, logp in batch_results:
             part.known[i] = logp
-        yield len(every)
+        yield len(batch_results)

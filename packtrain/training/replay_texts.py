@@ -45,7 +45,8 @@ class ReplayBatches(SampleBatches):
     time   tokens of a row that are left for samples
     texts  how many; rows take them in turn
     known  of each text its `tokens` (texts, length + 1), and of each but the first `means` (texts, length, C) f16 of
-           the head's rows by the base's probabilities and `constants` (texts, length), see models.replay_loss; a first token
+           the head's rows by the base's probabilities and `constants` (texts, length), see models.replay_loss;
+           a first token
            of -1: it is not written yet
     """
 
@@ -123,8 +124,8 @@ def _fill(train: ReplayBatches, job: Job, missing: np.ndarray, limit: int | None
         return [(groups[index], writer.texts(groups[index]))]
 
     done = 0
-    for every in precomputed.in_turn(len(groups), write):
-        for group, texts in every:
+    for written in precomputed.in_turn(len(groups), write):
+        for group, texts in written:
             for name, values in texts.items():
                 train.known[name][group] = values
             done += len(group)
@@ -149,32 +150,34 @@ class _Writer:
                     raise
         self._mean, self._bias = _mean_of_head(base, job.settings.target, self.together)
 
-    def texts(self, which: np.ndarray) -> dict[str, np.ndarray]:
+    def texts(self, text_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Some of the texts, see ReplayBatches.known; none ends early. As many as fit, or fewer."""
-        draws = [np.random.default_rng([self._seed, text]) for text in which.tolist()]
-        made = {name: np.zeros_like(values[which]) for name, values in self._train.known.items()}
-        words, seqs = self._vocabulary, [*range(len(which))]
-        made["tokens"][:, 0] = (words.eos if words.bos is None else words.bos) or 0
+        draws = [np.random.default_rng([self._seed, text]) for text in text_ids.tolist()]
+        outputs = {
+            name: np.zeros_like(values[text_ids]) for name, values in self._train.known.items()
+        }
+        words, seqs = self._vocabulary, [*range(len(text_ids))]
+        outputs["tokens"][:, 0] = (words.eos if words.bos is None else words.bos) or 0
         for seq in seqs:
             self._context.remove(seq)
         p = np.zeros((self.together, self._train.base.config.vocab_size), np.float32)
         for at in range(self._train.how.length):
-            logits = self._context.decode(made["tokens"][:, at].tolist(), seqs)
+            logits = self._context.decode(outputs["tokens"][:, at].tolist(), seqs)
             logits -= logits.max(-1, keepdims=True)
-            likely = np.exp(logits, out=p[: len(which)])
+            likely = np.exp(logits, out=p[: len(text_ids)])
             sums = likely.sum(-1, keepdims=True, dtype=np.float64)
             likely /= sums.astype(np.float32)
-            made["means"][:, at] = self._mean({"p": p})["mean"][: len(which)]
+            outputs["means"][:, at] = self._mean({"p": p})["mean"][: len(text_ids)]
             # less entropy and bias
             constants = np.vecdot(likely, logits) - np.log(sums[:, 0]) - likely @ self._bias
             likely[:, [*words.ends]] = 0
             for seq, row in enumerate(likely):
                 total = np.cumsum(row, dtype=np.float64)
                 drawn = int(np.searchsorted(total, draws[seq].random() * total[-1], "right"))
-                made["tokens"][seq, at + 1] = drawn
+                outputs["tokens"][seq, at + 1] = drawn
                 constants[seq] += self._bias[drawn]
-            made["constants"][:, at] = constants
-        return made
+            outputs["constants"][:, at] = constants
+        return outputs
 
 
 def _mean_of_head(base: ModelFile, target: Target, rows: int) -> tuple[Executor, np.ndarray]:

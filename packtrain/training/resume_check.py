@@ -22,73 +22,81 @@ optimizer max_grad_norm max_grad_value"""
 UPDATE = {*RATES.split(), *(f.name for kind in OPTIMIZERS.values() for f in fields(kind))}
 
 
-def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) -> None:
+def check_compatible(job: Job, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
     """Raise InputError for a checkpoint of another run; report a changed number of steps."""
-    now = job.about()
-    other = differences(found.about, now, type(job.settings))
-    if other:
+    current = job.about()
+    changes = differences(checkpoint.about, current, type(job.settings))
+    if changes:
         raise InputError(
-            f"--resume: {found.path.parent} cannot continue: {'; '.join(other)};"
+            f"--resume: {checkpoint.path.parent} cannot continue: {'; '.join(changes)};"
             " give the original ones, or start over with --overwrite"
         )
-    if found.about.get("ranks", 1) != now["ranks"]:
-        say(
-            f"the run had {plural(found.about.get('ranks', 1), 'process', 'processes')} and has {now['ranks']} now:"
+    if checkpoint.about.get("ranks", 1) != current["ranks"]:
+        report(
+            "the run had"
+            f" {plural(checkpoint.about.get('ranks', 1), 'process', 'processes')} and has {current['ranks']} now:"
             " its sums are added in another order"
         )
-    if found.about["steps"] != now["steps"]:
-        say(
-            f"the run had {plural(found.about['steps'], 'step')} and has {now['steps']} now: "
-            f"its learning rates differ from step {found.progress.step + 1} on"
+    if checkpoint.about["steps"] != current["steps"]:
+        report(
+            f"the run had {plural(checkpoint.about['steps'], 'step')} and has {current['steps']} now: "
+            f"its learning rates differ from step {checkpoint.progress.step + 1} on"
         )
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], settings: type) -> list[str]:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: type) -> list[str]:
     """The differences between a checkpoint and the job, as flags and file names."""
-    changed = [*_flags(before, now, settings)]
+    changed = [*_flags(saved, current, settings)]
     names = [name for name, _ in changed]
-    found = [line for _, line in changed]
-    found += _files(before, now, read_otherwise=any(name in READING for name in names))
-    if found:
-        return found
+    messages = [line for _, line in changed]
+    messages += _files(saved, current, read_otherwise=any(name in READING for name in names))
+    if messages:
+        return messages
     # no setting explains these, for example another version of packtrain
-    told = (
-        {*now} - {"steps", "lora", "data", "sources", "ranks"} - {f.name for f in fields(settings)}
+    compared = (
+        {*current}
+        - {"steps", "lora", "data", "sources", "ranks"}
+        - {f.name for f in fields(settings)}
     )
-    if before.get("ranks", 1) != now.get("ranks", 1) or _switched(before, now):
-        told -= {*ORDER}
+    if saved.get("ranks", 1) != current.get("ranks", 1) or _switched(saved, current):
+        compared -= {*ORDER}
     return [
-        f"{'its order of additions' if name in ORDER else 'the model'} ({name}) was {before[name]} and is {now[name]}"
-        for name in sorted(told & {*before})
-        if before[name] != now[name]
+        f"{'its order of additions' if name in ORDER else 'the model'} ({name}) was"
+        f" {saved[name]} and is {current[name]}"
+        for name in sorted(compared & {*saved})
+        if saved[name] != current[name]
     ]
 
 
 def _flags(
-    before: Mapping[str, Any], now: Mapping[str, Any], settings: type
+    saved: Mapping[str, Any], current: Mapping[str, Any], settings: type
 ) -> Iterator[tuple[str, str]]:
     """Changed settings, each with a message; settings unknown to an old checkpoint had their defaults."""
-    free = FREE | (UPDATE if _switched(before, now) else set())
+    free = FREE | (UPDATE if _switched(saved, current) else set())
     for field in fields(settings):
-        if field.name not in now or field.name in free:  # `data` is a checksum in the checkpoint
+        if (
+            field.name not in current or field.name in free
+        ):  # `data` is a checksum in the checkpoint
             continue
         default = [*field.default] if isinstance(field.default, tuple) else field.default
-        was, is_ = before.get(field.name, default), now[field.name]
+        was, is_ = saved.get(field.name, default), current[field.name]
         if was != is_:
             yield field.name, f"{flag(field.name)} was {_shown(was)} and is {_shown(is_)}"
 
 
-def _files(before: Mapping[str, Any], now: Mapping[str, Any], read_otherwise: bool) -> list[str]:
+def _files(saved: Mapping[str, Any], current: Mapping[str, Any], read_otherwise: bool) -> list[str]:
     """Messages about changed files: `data` holds the checksum of the data and, when fine-tuning, that of the base."""
-    (data, *base), (data_now, *base_now) = str(before.get("data")).split(), now["data"].split()
-    was, is_ = before.get("sources", {}), now["sources"]
+    (data, *base), (data_now, *base_now) = str(saved.get("data")).split(), current["data"].split()
+    was, is_ = saved.get("sources", {}), current["sources"]
     if base != base_now:
         return [f"the base {Path(is_['model']).name} is not the file it began with"]
     if data == data_now or read_otherwise:
         return []
-    given = [name for name in SOURCES if name in was and was[name] != is_.get(name)]
-    if given:
-        return [f"{flag(n)} was {_shown(was[n])} and is {_shown(is_.get(n))}" for n in given]
+    changed_sources = [name for name in SOURCES if name in was and was[name] != is_.get(name)]
+    if changed_sources:
+        return [
+            f"{flag(n)} was {_shown(was[n])} and is {_shown(is_.get(n))}" for n in changed_sources
+        ]
     vocab = f" or the vocabulary {Path(is_['vocab']).name}" if is_.get("vocab") else ""
     return [f"the data {Path(is_['data']).name}{vocab} has changed since it began"]
 

@@ -95,9 +95,9 @@ class SampleBatches:
         """The rank of the sample that takes this place in this epoch: one of the same length."""
         if not (self.pack and self.shuffle):
             return rank
-        here = self._shortness[rank]
-        first, end = (int(np.searchsorted(self._shortness, here, side)) for side in SIDES)
-        return first + item_at(rank - first, end - first, keys, -int(here))
+        shortness = self._shortness[rank]
+        first, end = (int(np.searchsorted(self._shortness, shortness, side)) for side in SIDES)
+        return first + item_at(rank - first, end - first, keys, -int(shortness))
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
         """The samples one after the other; the rest of the row is padding, as samples no longer than the longest: a
@@ -108,12 +108,12 @@ class SampleBatches:
         at = 0
         for number, i in enumerate(chosen):
             ids, weights = self.samples[i]
-            here = slice(at, at + len(ids) - 1)
-            row["tokens"][here], row["targets"][here] = ids[:-1], ids[1:]
-            row["weights"][here] = weights[1:]
-            row["pos"][here] = np.arange(len(ids) - 1)
-            row["seq"][here] = number
-            at = here.stop
+            span = slice(at, at + len(ids) - 1)
+            row["tokens"][span], row["targets"][span] = ids[:-1], ids[1:]
+            row["weights"][span] = weights[1:]
+            row["pos"][span] = np.arange(len(ids) - 1)
+            row["seq"][span] = number
+            at = span.stop
         padding = np.arange(self.time - at)
         row["pos"][at:], row["seq"][at:] = (
             padding % self.longest,
@@ -122,26 +122,26 @@ class SampleBatches:
         return row
 
 
-def row_length(most: int, *lengths: np.ndarray) -> int:
+def row_length(max_length: int, *lengths: np.ndarray) -> int:
     """Row length that holds the longest item, in targets, and at least SHORTEST."""
-    longest = max(int(some.max()) for some in lengths)
-    return min(most, max(longest, SHORTEST))
+    longest = max(int(part.max()) for part in lengths)
+    return min(max_length, max(longest, SHORTEST))
 
 
 def best_fit(lengths: np.ndarray, time: int) -> np.ndarray:
     """The row of each sample, by best fit: the fullest row with room for it, else a new one."""
     rows = np.empty(len(lengths), np.int64)
     with_room: list[list[int]] = [[] for _ in range(time + 1)]
-    there, count = 0, 0  # bit r of `there`: some row has room for r more
+    room_bits, count = 0, 0  # bit r of `there`: some row has room for r more
     for i, length in enumerate(lengths.tolist()):
-        fitting = there >> length
+        fitting = room_bits >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
             row = with_room[room].pop()
-            there ^= 0 if with_room[room] else 1 << room
+            room_bits ^= 0 if with_room[room] else 1 << room
         else:
             room, row, count = time, count, count + 1
         with_room[room - length].append(row)
-        there |= 1 << (room - length)
+        room_bits |= 1 << (room - length)
         rows[i] = row
     return rows

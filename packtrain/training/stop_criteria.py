@@ -7,12 +7,12 @@ from packtrain.training.train_settings import RunSettings
 
 def why_ended(settings: RunSettings, progress: Progress) -> str | None:
     """Which test ends the run, as a sentence; None if none does."""
-    s, found = settings, progress.recent
+    s, recent_losses = settings, progress.recent
     if s.patience and progress.stale >= s.patience:
         return f"no better validation loss than {progress.best:.4f} in {plural(s.patience, 'validation')}"
-    if s.past and len(found) > s.past:
-        before, now = found[-1 - s.past], found[-1]
-        if abs(before - now) < s.delta * abs(now):
+    if s.past and len(recent_losses) > s.past:
+        earlier_loss, latest_loss = recent_losses[-1 - s.past], recent_losses[-1]
+        if abs(earlier_loss - latest_loss) < s.delta * abs(latest_loss):
             return f"in {plural(s.past, 'step')} the loss changed by less than --delta {s.delta:g} of it"
     if s.max_no_improvement and progress.unimproved >= s.max_no_improvement:
         steps = plural(s.max_no_improvement, "step")

@@ -7,6 +7,7 @@ folder, where a resumed run reads it.
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -69,26 +70,29 @@ class TeacherBatches(SampleBatches):
     @property
     def unknown(self) -> np.ndarray:
         """Of which samples the teacher has not read a target, (samples,) bool."""
-        before = np.append(0, np.cumsum(self.known["ids"][:, 0] < 0))
-        return np.asarray(np.diff(before[self.first]) > 0)
+        missing_counts = np.append(0, np.cumsum(self.known["ids"][:, 0] < 0))
+        return np.asarray(np.diff(missing_counts[self.first]) > 0)
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
         row = super()._row(chosen)
         ids = np.zeros((self.how.top + 1, self.time), np.int32)
         parts = np.zeros((self.how.top + 1, self.time), np.float32)
         ids[0] = row["targets"]
-        here = np.flatnonzero(row["weights"])
+        positions = np.flatnonzero(row["weights"])
         spans = [np.arange(self.first[i], self.first[i + 1]) for i in chosen]
         if spans:
-            known = self.known[np.concatenate(spans)]
-            ids[1:, here], parts[:, here] = known["ids"].T, self.how.parts(known["logits"]).T
+            records = self.known[np.concatenate(spans)]
+            ids[1:, positions], parts[:, positions] = (
+                records["ids"].T,
+                self.how.parts(records["logits"]).T,
+            )
         return {**row, IDS: ids, PARTS: parts}
 
 
 def nothing(count: int, top: int) -> np.ndarray:
-    known = np.zeros(count, [("ids", "<i4", (top,)), ("logits", "<f4", (top,))])
-    known["ids"] = -1
-    return known
+    records = np.zeros(count, [("ids", "<i4", (top,)), ("logits", "<f4", (top,))])
+    records["ids"] = -1
+    return records
 
 
 class Reader:
@@ -106,7 +110,7 @@ class Reader:
         self._session.share(model.stored())
         outputs = reading(model.config, w, time, TOKENS, *how)
         placed = {name: place(Graph(named), target) for name, named in outputs.items()}
-        plans = {name: make_plan(one) for name, one in placed.items()}
+        plans = {name: make_plan(graph) for name, graph in placed.items()}
         needed = private_nbytes() + sum(plan.arena().nbytes for plan in plans.values())
         if limit is not None and needed > limit:
             raise DoesNotFit(
@@ -117,17 +121,19 @@ class Reader:
 
     def likeliest(self, batch: Mapping[str, np.ndarray], top: int) -> np.ndarray:
         """Records of the targets of a batch of one row that count, in order."""
-        given = {name: batch[name] for name in ("tokens", "pos", "seq")}
-        hidden = self._run["read"](given)["hidden"][0]
+        inputs = {name: batch[name] for name in ("tokens", "pos", "seq")}
+        hidden = self._run["read"](inputs)["hidden"][0]
         at = np.flatnonzero(batch["weights"][0])
-        found = nothing(len(at), top)
+        records = nothing(len(at), top)
         for start in range(0, len(at), TOKENS):
-            here = at[start : start + TOKENS]
-            padded = np.resize(here, TOKENS)
-            got = self._run["likely"]({"hidden": np.ascontiguousarray(hidden[padded])})
-            part = found[start : start + TOKENS]
-            part["ids"], part["logits"] = (got[name][: len(here)] for name in ("ids", "logits"))
-        return found
+            chunk_positions = at[start : start + TOKENS]
+            padded = np.resize(chunk_positions, TOKENS)
+            outputs = self._run["likely"]({"hidden": np.ascontiguousarray(hidden[padded])})
+            part = records[start : start + TOKENS]
+            part["ids"], part["logits"] = (
+                outputs[name][: len(chunk_positions)] for name in ("ids", "logits")
+            )
+        return records
 
 
 def teach(
@@ -142,33 +148,34 @@ def teach(
     if not isinstance(train, TeacherBatches):
         return
     path, mark = folder / FILE, f"{job.fingerprint} {train.mark}"
-    known = {name: train.known[name] for name in ("ids", "logits")}
-    precomputed.recall(path, mark, known)
+    arrays = {name: train.known[name] for name in ("ids", "logits")}
+    precomputed.recall(path, mark, arrays)
     missing = precomputed.missing(job, train, train.unknown)
     if missing:
         shared = min(job.config.vocab_size, train.teacher.config.vocab_size)
-        how = train.how.top, shared
+        sizes = train.how.top, shared
         progress = _fill(
-            train, Reader(train.teacher, train.time, how, limit, job.settings.target), missing
+            train, Reader(train.teacher, train.time, sizes, limit, job.settings.target), missing
         )
-        save = partial(precomputed.write, path, mark, known)
+        save = partial(precomputed.write, path, mark, arrays)
         precomputed.follow(progress, len(missing), events, "teacher", "sample", stopped, save)
 
 
-def _fill(train: TeacherBatches, reader: Reader, which: list[int]) -> Iterator[int]:
+def _fill(train: TeacherBatches, reader: Reader, sample_ids: list[int]) -> Iterator[int]:
     """Compute them; yields how many are done."""
-    batches = SampleBatches(precomputed.Some(train.samples, which), 1, train.time, shuffle=False)  # type: ignore[arg-type]
+    some: Any = precomputed.Some(train.samples, sample_ids)
+    batches = SampleBatches(some, 1, train.time, shuffle=False)
     done = 0
 
     def read(index: int) -> list[tuple[list[int], np.ndarray]]:
         return [(batches.chosen(index)[0], reader.likeliest(batches[index], train.how.top))]
 
-    for every in precomputed.in_turn(len(batches), read):
-        for row, found in every:
+    for results in precomputed.in_turn(len(batches), read):
+        for row, records in results:
             at = 0
             for i in row:
-                span = slice(*train.first[which[i] : which[i] + 2])
-                train.known[span] = found[at : at + span.stop - span.start]
+                span = slice(*train.first[sample_ids[i] : sample_ids[i] + 2])
+                train.known[span] = records[at : at + span.stop - span.start]
                 at += span.stop - span.start
             done += len(row)
         yield done

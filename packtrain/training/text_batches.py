@@ -38,10 +38,10 @@ class Batches:
         self.key = 0
         self.random_offsets = random_offsets and shuffle and fill
         self.size = len(tokens.ids)
-        ends = np.append(tokens.starts[1:], self.size) if not fill else np.array([self.size])
+        end_offsets = np.append(tokens.starts[1:], self.size) if not fill else np.array([self.size])
         self._starts = np.asarray(tokens.starts) if not fill else np.zeros(1, np.int64)
         # targets of each stretch that a window must stay in, and the first window of each
-        self._targets = ends - self._starts - 1
+        self._targets = end_offsets - self._starts - 1
         self._first = np.append(0, np.cumsum(-(-self._targets // time)))
 
     @property
@@ -74,8 +74,8 @@ class Batches:
     def _row(self, start: int, count: int) -> dict[str, np.ndarray]:
         """The row of `count` targets after `start`; the rest is padding, as a separate document."""
         places = (start + np.arange(count + 1)) % self.size
-        found = np.searchsorted(self.tokens.starts, places, side="right") - 1
-        begins = self.tokens.starts[found] == places
+        document_indices = np.searchsorted(self.tokens.starts, places, side="right") - 1
+        begins = self.tokens.starts[document_indices] == places
         ids = self.tokens.ids[places].astype(np.int32)
         padding = self.time - count
 

@@ -33,18 +33,18 @@ WRITTEN = tuple(str(dtype) for dtype in MERGED)
 
 def with_those_of_optimizers(cls: type[T]) -> type[T]:
     """Add the options that optimizers declare to the class, after `optimizer`. Raises TypeError."""
-    own: dict[str, Any] = {}
+    option_hints: dict[str, Any] = {}
     for kind in OPTIMIZERS.values():
         hints = get_type_hints(kind)
-        own |= {f.name: hints[f.name] for f in options(kind)}
+        option_hints |= {f.name: hints[f.name] for f in options(kind)}
         for f in options(kind):
-            known = vars(cls).get(f.name, f)
-            if (known.default, known.metadata) != (f.default, f.metadata):
+            existing = vars(cls).get(f.name, f)
+            if (existing.default, existing.metadata) != (f.default, f.metadata):
                 raise TypeError(f"{kind.name}: another setting is called {f.name}")
             setattr(cls, f.name, field(default=f.default, metadata=f.metadata))
     hints = dict[str, Any]()
     for name, hint in cls.__annotations__.items():
-        hints |= {name: hint, **(own if name == "optimizer" else {})}
+        hints |= {name: hint, **(option_hints if name == "optimizer" else {})}
     cls.__annotations__ = hints
     return cls
 
@@ -272,8 +272,8 @@ class RunSettings:
     @property
     def learning_rate(self) -> float:
         first = OPTIMIZERS[self.optimizer].first_length
-        usual = self.usual_rate if first is None else first
-        return usual if self.lr is None else self.lr
+        default_rate = self.usual_rate if first is None else first
+        return default_rate if self.lr is None else self.lr
 
     @property
     def usual_rate(self) -> float:
@@ -330,7 +330,7 @@ class TrainSettings(RunSettings):
         """The model's sizes for a vocabulary. Raises InputError if they do not go together."""
         base = PRESETS[self.preset]
         heads = self.heads or base.head_count
-        given = Config(
+        model_config = Config(
             vocab_size,
             self.ctx or base.context_length,
             self.dim or base.embedding_length,
@@ -342,15 +342,15 @@ class TrainSettings(RunSettings):
             rms_eps=self.norm_rms_eps,
             rope_scaling=linear_scaling(self.rope_freq_scale),
         )
-        if given.embedding_length % (2 * heads):
+        if model_config.embedding_length % (2 * heads):
             raise InputError(
-                f"--dim {given.embedding_length} must be an even multiple of --heads {heads}"
+                f"--dim {model_config.embedding_length} must be an even multiple of --heads {heads}"
             )
-        if heads % given.head_count_kv:
+        if heads % model_config.head_count_kv:
             raise InputError(
-                f"--heads {heads} must be a multiple of --kv-heads {given.head_count_kv}"
+                f"--heads {heads} must be a multiple of --kv-heads {model_config.head_count_kv}"
             )
-        return given
+        return model_config
 
 
 def run_folder(output: Path) -> Path:

@@ -94,11 +94,11 @@ class Turn:
         self.loss = np.zeros((), np.float32)
         self.fed: list[tuple[Executor, Batch]] = []
         # on all ranks, or they would not meet in the next exchange
-        same = before is not None and all(here().gather(_same(before.shares, shares)))
-        self.last: Batch | None = {"loss": before.loss} if before and same else None
+        is_same_data = before is not None and all(here().gather(_same(before.shares, shares)))
+        self.last: Batch | None = {"loss": before.loss} if before and is_same_data else None
         self.evaluations, self.note = 0, ""
         # of the first evaluation, and of the latest one
-        self.latest: list[Batch] = before.latest if before and same else []
+        self.latest: list[Batch] = before.latest if before and is_same_data else []
         self.outputs = self.latest
 
     def whole(self, hyper: Batch) -> Batch:
@@ -106,37 +106,37 @@ class Turn:
             return self._fed(STEP, [{**self.shares[0], **hyper, **self.rounding}])[0]
         if MEASURE not in self.run:
             return {**self.evaluate(), **self.update(hyper)}
-        (got,) = self._fed(MEASURE, self.shares)
-        numbers = {**hyper, **self.rounding, "squares": got["squares"]}
+        (measured_outputs,) = self._fed(MEASURE, self.shares)
+        numbers = {**hyper, **self.rounding, "squares": measured_outputs["squares"]}
         self.run[APPLY]({**self.shares[0], **numbers})
-        return got
+        return measured_outputs
 
     def evaluate(self) -> Batch:
         fresh = (np.array(float(i == 0), np.float32) for i in range(len(self.shares)))
-        each = [{**s, "fresh": new} for s, new in zip(self.shares, fresh, strict=True)]
-        losses = [got["loss"] for got in self._fed(MICRO, each)]
+        inputs = [{**s, "fresh": new} for s, new in zip(self.shares, fresh, strict=True)]
+        losses = [output["loss"] for output in self._fed(MICRO, inputs)]
         self.loss = np.array(sum(losses), np.float32)
         if self.sums is not None:
             self.sums.end(self.loss)
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
-        run, given = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
-        got = run({name: given[name] for name in given.keys() & run.inputs.keys()})
+        run, values = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
+        updated = run({name: values[name] for name in values.keys() & run.inputs.keys()})
         if self.sums is not None:
             self.sums.spread()
-        return got
+        return updated
 
     def say(self, note: str) -> None:
         self.note = note
 
     def _fed(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
-        self.fed = [(self.run[name], one) for one in inputs]
+        self.fed = [(self.run[name], batch) for batch in inputs]
         leaving = None
         if self.sums is not None and name == MICRO:
             leaving = self.sums.leaving()
-        *before, last = self.fed
-        self.latest = [run(one) for run, one in before]
+        *earlier, last = self.fed
+        self.latest = [run(batch) for run, batch in earlier]
         self.latest.append(last[0](last[1], stop=leaving))
         self.outputs = self.outputs or self.latest
         self.evaluations += 1
@@ -144,8 +144,8 @@ class Turn:
 
     def diagnose(self) -> str | None:
         """The op that first computes a non-finite value when the last evaluation is repeated, or None."""
-        found = (run.diagnose(inputs) for run, inputs in self.fed)
-        return next(filter(None, found), None)
+        diagnoses = (run.diagnose(inputs) for run, inputs in self.fed)
+        return next(filter(None, diagnoses), None)
 
 
 class Engine:
@@ -181,38 +181,40 @@ class Engine:
         if self.sums is not None:
             self.sums.begin()
         self.before = None
-        got = self.optimizer.drive(turn, number - self.since, rate)
+        result = self.optimizer.drive(turn, number - self.since, rate)
         self.before = turn if self.optimizer.evaluations > 1 else None
-        self.bad, bad = judged(got, turn, self.bad)
-        norm, how = float(got["squares"]) ** 0.5, self.plans.shape.preference
-        more = {}
-        if how:
-            every = here().gather([*self._pairs(how, batches, turn)])
-            more = summary(chain.from_iterable(every))
+        self.bad, bad = judged(result, turn, self.bad)
+        norm, preference = float(result["squares"]) ** 0.5, self.plans.shape.preference
+        extra_metrics = {}
+        if preference:
+            all_pairs = here().gather([*self._pairs(preference, batches, turn)])
+            extra_metrics = summary(chain.from_iterable(all_pairs))
         if self.sums is not None:
-            more = {**more, **self.sums.seconds()}
-        return Stepped(float(got["loss"]), norm, int(tokens), bad, turn.note, more)
+            extra_metrics = {**extra_metrics, **self.sums.seconds()}
+        return Stepped(float(result["loss"]), norm, int(tokens), bad, turn.note, extra_metrics)
 
     def _pairs(
-        self, how: Preference, batches: Sequence[Batch], turn: Turn
+        self, preference: Preference, batches: Sequence[Batch], turn: Turn
     ) -> Iterator[dict[str, np.ndarray]]:
         """What the step measured of its pairs."""
-        logps = np.concatenate([one["logps"] for one in turn.outputs])
+        logps = np.concatenate([output["logps"] for output in turn.outputs])
         for batch in batches:
             rows = len(batch[PAIRS])
-            yield measured(how, logps[:rows], batch)
+            yield measured(preference, logps[:rows], batch)
             logps = logps[rows:]
 
     def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
         """The inputs of each run of a graph, with weights that add up to 1 over the step."""
         if self.plans.shape.preference:
-            own = float(sum(batch[PAIRS].sum() for batch in batches))
-            count = np.float32(here().total(own) or 1)
+            local_pairs = float(sum(batch[PAIRS].sum() for batch in batches))
+            count = np.float32(here().total(local_pairs) or 1)
             shares = [{**b, **with_targets(b), PAIRS: b[PAIRS] / count} for b in batches]
             shares = [{n: v for n, v in share.items() if n != "weights"} for share in shares]
         else:
-            each = np.float32(tokens or 1)
-            shares = [{**b, **with_targets(b), "weights": b["weights"] / each} for b in batches]
+            token_count = np.float32(tokens or 1)
+            shares = [
+                {**b, **with_targets(b), "weights": b["weights"] / token_count} for b in batches
+            ]
         if self.plans.shape.layered:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         lora = self.plans.shape.config.lora
@@ -225,34 +227,36 @@ class Engine:
 
     def _rounding(self, number: int) -> Batch:
         """Seed and step, if weights are rounded stochastically."""
-        wanted = any(ROUNDING in run.inputs for run in self.run.values())
-        return {ROUNDING: np.array([self.seed, number], np.int64)} if wanted else {}
+        is_stochastic = any(ROUNDING in run.inputs for run in self.run.values())
+        return {ROUNDING: np.array([self.seed, number], np.int64)} if is_stochastic else {}
 
-    def evaluate(self, batches: Iterable[Batch], ends: Sequence[int] = ()) -> Evaluated:
+    def evaluate(self, batches: Iterable[Batch], eos_ids: Sequence[int] = ()) -> Evaluated:
         """See evaluate: of this engine's plan, with the batches shared out over all ranks."""
-        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, here(), ends)
+        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, here(), eos_ids)
 
 
-def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
-    pairs = zip(one, other, strict=False)
-    same = (np.array_equal(a[name], b[name]) for a, b in pairs for name in b)
-    return len(one) == len(other) and all(same)
+def _same(first: Sequence[Batch], second: Sequence[Batch]) -> bool:
+    pairs = zip(first, second, strict=False)
+    matches = (np.array_equal(a[name], b[name]) for a, b in pairs for name in b)
+    return len(first) == len(second) and all(matches)
 
 
-def judged(got: Batch, turn: Turn, before: int) -> tuple[int, str | None]:
-    """Bad steps in a row, of which there were so many `before`; and the op, tensor and source line that made this one
+def judged(result: Batch, turn: Turn, num_bad: int) -> tuple[int, str | None]:
+    """Bad steps in a row, of which there were so many `num_bad`; and the op, tensor and source line that made this one
     bad, or None.
 
     The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed nothing,
     and repeating it gives the same values; without, it may have changed tensors before the first bad gradient, and the
     repetition can differ. Raises NotFinite for IN_A_ROW bad steps.
     """
-    if np.isfinite(got["loss"]) and np.isfinite(got["squares"]):
+    if np.isfinite(result["loss"]) and np.isfinite(result["squares"]):
         return 0, None
-    what = turn.diagnose() or "it is finite when run again"
-    if before + 1 == IN_A_ROW:
-        raise NotFinite(f"{IN_A_ROW} steps in a row without a finite loss and gradient; {what}")
-    return before + 1, what
+    diagnosis = turn.diagnose() or "it is finite when run again"
+    if num_bad + 1 == IN_A_ROW:
+        raise NotFinite(
+            f"{IN_A_ROW} steps in a row without a finite loss and gradient; {diagnosis}"
+        )
+    return num_bad + 1, diagnosis
 
 
 def with_targets(batch: Batch) -> Batch:
@@ -263,61 +267,62 @@ def with_targets(batch: Batch) -> Batch:
 def evaluate(
     run: Executor,
     batches: Iterable[Batch],
-    how: Preference | None = None,
+    preference: Preference | None = None,
     world: World = ALONE,
-    ends: Sequence[int] = (),
+    eos_ids: Sequence[int] = (),
 ) -> Evaluated:
     """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`.
 
-    Ids in `ends` are also counted by themselves. The ranks of the world take batches in turn; the result has the same
+    Ids in `eos_ids` are also counted by themselves. The ranks of the world take batches in turn; the result
+    has the same
     bits as that of one.
     """
-    if how is not None:
-        return _evaluate_pairs(run, batches, how, world)
-    every: list[Any] = _in_turn(batches, world, lambda batch: _evaluated(run, batch, ends))
-    total, weight = (np.array([x for one in every for x in one[part]]) for part in (0, 1))
-    hits = sum(one[2] for one in every)
+    if preference is not None:
+        return _evaluate_pairs(run, batches, preference, world)
+    results: list[Any] = _in_turn(batches, world, lambda batch: _evaluated(run, batch, eos_ids))
+    total, weight = (np.array([x for result in results for x in result[part]]) for part in (0, 1))
+    hits = sum(result[2] for result in results)
     used = weight > 0
     total, weight, count = total[used], weight[used], int(used.sum())
     mean = float(total.sum() / weight.sum())
     spread = float(np.square(total - mean * weight).sum()) * count / max(count - 1, 1)
     tokens = float(weight.sum())
-    right_ends, all_ends = (sum(one[3][part] for one in every) for part in (0, 1))
-    ended = (right_ends, all_ends)
-    return Evaluated(mean, spread**0.5 / tokens, int(tokens), hits / tokens, ended)
+    right_ends, all_ends = (sum(result[3][part] for result in results) for part in (0, 1))
+    eos_counts = (right_ends, all_ends)
+    return Evaluated(mean, spread**0.5 / tokens, int(tokens), hits / tokens, eos_counts)
 
 
 def _in_turn(batches: Iterable[Batch], world: World, of: Callable[[Batch], T]) -> list[T]:
     """What `of` says of each batch, in their order."""
-    found = [of(batch) for i, batch in enumerate(batches) if i % world.size == world.rank]
-    every = zip_longest(*world.gather(found))
-    return [one for turn in every for one in turn if one is not None]
+    local_results = [of(batch) for i, batch in enumerate(batches) if i % world.size == world.rank]
+    rounds = zip_longest(*world.gather(local_results))
+    return [result for turn in rounds for result in turn if result is not None]
 
 
-def _evaluated(run: Executor, batch: Batch, ends: Sequence[int]) -> Sums:
+def _evaluated(run: Executor, batch: Batch, eos_ids: Sequence[int]) -> Sums:
     """Of each row the sum of its losses and its weight; the weight of tokens that were the likeliest; and counts, as
     Evaluated.ends."""
-    got, weights = run({**batch, **with_targets(batch)}), batch["weights"]
-    losses = got["losses"].astype(np.float64)
-    hits = got.get("right", np.float64(math.nan))
+    outputs, weights = run({**batch, **with_targets(batch)}), batch["weights"]
+    losses = outputs["losses"].astype(np.float64)
+    hits = outputs.get("right", np.float64(math.nan))
     right = float((hits * weights).sum(dtype=np.float64))
-    last = np.isin(batch["targets"], ends) & (weights > 0)
-    ended = (int(np.sum(hits * last)), int(last.sum())) if "right" in got else (0, 0)
+    last = np.isin(batch["targets"], eos_ids) & (weights > 0)
+    eos_counts = (int(np.sum(hits * last)), int(last.sum())) if "right" in outputs else (0, 0)
     sums, weight = (losses * weights).sum(-1), weights.sum(-1, dtype=np.float64)
-    return sums.tolist(), weight.tolist(), right, ended
+    return sums.tolist(), weight.tolist(), right, eos_counts
 
 
 def _evaluate_pairs(
-    run: Executor, batches: Iterable[Batch], how: Preference, world: World
+    run: Executor, batches: Iterable[Batch], preference: Preference, world: World
 ) -> Evaluated:
     def of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        given = {**batch, **with_targets(batch)}
-        got = run({name: given[name] for name in run.inputs})
-        found = measured(how, logps_of(got["losses"], batch), batch)
-        return found["loss"], found["chosen"] - found["rejected"]
+        inputs = {**batch, **with_targets(batch)}
+        outputs = run({name: inputs[name] for name in run.inputs})
+        measures = measured(preference, logps_of(outputs["losses"], batch), batch)
+        return measures["loss"], measures["chosen"] - measures["rejected"]
 
     losses, margins = zip(*_in_turn(batches, world, of), strict=True)
-    every, hits = np.concatenate(losses), right(np.concatenate(margins))
-    count = len(every)
-    error = float(every.std()) / math.sqrt(max(count - 1, 1))
-    return Evaluated(float(every.mean()), error, count, float(hits.mean()))
+    all_losses, hits = np.concatenate(losses), right(np.concatenate(margins))
+    count = len(all_losses)
+    error = float(all_losses.std()) / math.sqrt(max(count - 1, 1))
+    return Evaluated(float(all_losses.mean()), error, count, float(hits.mean()))

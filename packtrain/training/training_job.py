@@ -105,17 +105,17 @@ class Job:
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step, counted from 1; the windows of a step do not depend on their size."""
-        asked = self.settings.grad_accumulation_steps
+        num_accumulated = self.settings.grad_accumulation_steps
         # an epoch in one step is the same one each time, if the optimizer can use what it knows of it
-        same = self.shape.evaluations > 1 and len(self.train) <= asked
-        first = 0 if same else (step - 1) * asked
+        is_fixed = self.shape.evaluations > 1 and len(self.train) <= num_accumulated
+        first = 0 if is_fixed else (step - 1) * num_accumulated
         size, rows = self.settings.batch_size, self.shape.rows * self.shape.micros
         # of the rows of the step, in their order, each rank takes as many
         begin = here().rank * rows
         parts = list[Batch]()
         for i in range(begin // size, -(-(begin + rows) // size)):
-            own = max(begin - i * size, 0), min(begin + rows - i * size, size)
-            parts += self._parts(self.train[first + i], *own)
+            row_bounds = max(begin - i * size, 0), min(begin + rows - i * size, size)
+            parts += self._parts(self.train[first + i], *row_bounds)
         return parts
 
     def glimpse(self) -> list[Batch]:
@@ -127,16 +127,16 @@ class Job:
     def validation(self) -> Iterator[Batch]:
         """The batches of one validation: all or --val-batches of them, always the same."""
         assert self.valid is not None
-        count, most = len(self.valid), self.validated
-        for i in range(most):
-            yield from self._parts(self.valid[i * count // most])
+        count, num_batches = len(self.valid), self.validated
+        for i in range(num_batches):
+            yield from self._parts(self.valid[i * count // num_batches])
 
-    def counted(self, told: Callable[[int, int], None]) -> Iterator[Batch]:
+    def counted(self, report: Callable[[int, int], None]) -> Iterator[Batch]:
         """The same; reports progress after each."""
         parts = self.validated * -(-self.settings.batch_size // self.shape.rows)
         for number, batch in enumerate(self.validation(), 1):
             yield batch
-            told(number, parts)
+            report(number, parts)
 
     @property
     def steps_per_eval(self) -> int:  # 0: only at the end
@@ -219,7 +219,7 @@ class Fresh:
         return Tokenizer({key: value.value for key, value in self.vocabulary.items()})
 
 
-def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
+def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Job:
     """Read and tokenize the data, and fill in what the settings leave open. Raises InputError."""
     if settings.data is None:
         if settings.resume:
@@ -229,12 +229,12 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
         raise InputError(
             "--data must be given: a text file, or a folder with train.txt and valid.txt"
         )
-    corpus = prepare(_text(settings), writable(cache_root() / "tokens"), say, settings.memory)
+    corpus = prepare(_text(settings), writable(cache_root() / "tokens"), report, settings.memory)
     config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
     for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
-        say(note)
+        report(note)
     size = settings.batch_size, config.context_length
-    shape = shape_of(settings, config, *size, corpus.valid is not None, say=say)
+    shape = shape_of(settings, config, *size, corpus.valid is not None, say=report)
     fill = settings.fill_samples and settings.sample_start is None
     train = Batches(
         corpus.train, *size, seed=settings.seed, random_offsets=settings.random_offsets, fill=fill
@@ -257,10 +257,10 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
 
 def _longer(preset: str, ctx: int) -> Iterator[str]:
     """Warning about a context that is longer than the preset's."""
-    usual = PRESETS[preset].context_length
-    if ctx > usual:
+    preset_ctx = PRESETS[preset].context_length
+    if ctx > preset_ctx:
         yield (
-            f"--ctx {ctx:,} is more than the context of {preset}, {plural(usual, 'token')}: the model is trained on"
+            f"--ctx {ctx:,} is more than the context of {preset}, {plural(preset_ctx, 'token')}: it is trained on"
             " the longer one, with more time and memory for each step"
         )
 
@@ -279,15 +279,15 @@ def shape_of(
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
     config = with_flash(config, settings.flash_attn, settings.target, say, None)
     optimizer = OPTIMIZERS[settings.optimizer]
-    ranks, own = _shared_out(settings, rows)
+    ranks, rank_rows = _shared_out(settings, rows)
     norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
     if optimizer.first_length is not None:
         norm = value = None
     return StepShape(
         config,
-        math.gcd(rows, own),
+        math.gcd(rows, rank_rows),
         time,
-        own // math.gcd(rows, own),
+        rank_rows // math.gcd(rows, rank_rows),
         norm,
         evaluate,
         evaluations=optimizer.evaluations,
@@ -301,17 +301,17 @@ def shape_of(
 
 def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
     """The number of ranks, and the rows of a step for each. Raises InputError."""
-    ranks, every = here().size, rows * settings.grad_accumulation_steps
+    ranks, total_rows = here().size, rows * settings.grad_accumulation_steps
     if ranks > 1:
         check_device(settings.device, settings.gpu_layers is not None)
-    if every % ranks:
+    if total_rows % ranks:
         raise InputError(
-            f"{ranks} processes cannot share out the {every} rows of a step (--batch-size times"
+            f"{ranks} processes cannot share out the {total_rows} rows of a step (--batch-size times"
             " --grad-accumulation-steps) equally"
         )
     if len(settings.target.every) > 1 and OPTIMIZERS[settings.optimizer].first_length is not None:
         raise InputError(f"--optimizer {settings.optimizer} works on one device")
-    return ranks, every // ranks
+    return ranks, total_rows // ranks
 
 
 def _share(settings: RunSettings, optimizer: type[Optimizer], base: Base | None) -> Share | None:
@@ -338,8 +338,8 @@ def optimizer_of(settings: RunSettings) -> Optimizer:
     """The optimizer of the settings, with its options."""
     kind = OPTIMIZERS[settings.optimizer]
     names = [field.name for field in fields(kind) if hasattr(settings, field.name)]
-    given = {name: getattr(settings, name) for name in names}
-    return kind(**given | {"lr": settings.learning_rate})
+    options = {name: getattr(settings, name) for name in names}
+    return kind(**options | {"lr": settings.learning_rate})
 
 
 def _text(settings: TrainSettings) -> Text:
@@ -351,13 +351,13 @@ def _text(settings: TrainSettings) -> Text:
         raise InputError(f"--vocab-size {size}: a vocabulary has at most {VOCABULARY:,} tokens")
     check_split(settings.val_split)
     assert settings.data is not None
-    kept = settings.sample_start is not None
+    starts = settings.sample_start is not None
     if settings.sample_start == "":
         raise InputError("--sample-start is empty; it must be some text")
-    separator = settings.sample_start if kept else settings.separator
+    separator = settings.sample_start if starts else settings.separator
     separator = separator and unescaped(separator)
     split, skip, columns = settings.val_split, settings.skip_bad, settings.columns
-    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept, columns)
+    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, starts, columns)
 
 
 def check_split(val_split: float) -> None:
@@ -373,11 +373,11 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
     rate, kind = settings.learning_rate, settings.lr_scheduler
     if OPTIMIZERS[settings.optimizer].first_length is not None:
         return Schedule("constant", rate, rate, 0, steps)
-    least = (0 if kind == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
+    floor = (0 if kind == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
     return Schedule(
         kind,
         rate,
-        least,
+        floor,
         math.ceil(settings.warmup_ratio * steps),
         steps,
         settings.lr_cycles,

@@ -36,16 +36,16 @@ class Fit:
 
     # ---- start
 
-    def begin(self, found: checkpoints.Checkpoint | None) -> None:
+    def begin(self, checkpoint: checkpoints.Checkpoint | None) -> None:
         """Set initial values, or those of a checkpoint that passed `check_compatible`."""
         session = self.engine.session
-        if found is None:
+        if checkpoint is None:
             self.job.subject.begin(session)
             return
-        before, now = found.about.get("optimizer", "adamw"), self.job.settings.optimizer
-        checkpoint_shards.restored(session, self.engine.plans, found, moments=before == now)
-        found.gguf.close()  # saves replace the file, and a deleted one that is mapped takes room
-        self.progress = replace(found.progress, shuffled=self.job.train.key)
+        before, now = checkpoint.about.get("optimizer", "adamw"), self.job.settings.optimizer
+        checkpoint_shards.restored(session, self.engine.plans, checkpoint, moments=before == now)
+        checkpoint.gguf.close()  # saves replace the file, and a deleted one that is mapped takes room
+        self.progress = replace(checkpoint.progress, shuffled=self.job.train.key)
         if before != now:
             self.progress = replace(self.progress, since=self.progress.step)
             kept = any(leaf.role == "moment" for leaf in self.engine.plans.saved.values())
@@ -54,10 +54,13 @@ class Fit:
                 f" {'with zero moments' if kept else 'without moments'}"
             )
         self.engine.since = self.progress.since
-        if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
+        if (
+            math.isfinite(checkpoint.progress.base)
+            and checkpoint.progress.batches != self.job.validated
+        ):
             # these losses were measured on other batches and cannot be compared
             self.progress = replace(self.progress, base=math.inf, last=math.inf)
-        if here().rank == 0 and found.path != self.checkpoint and self.checkpoint.exists():
+        if here().rank == 0 and checkpoint.path != self.checkpoint and self.checkpoint.exists():
             # otherwise the first save would keep the damaged file instead of the valid one
             self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")
 
@@ -85,33 +88,33 @@ class Fit:
 
     def _step(self) -> dict[str, Any]:
         """One step, and the validation if it is due, as a metrics record."""
-        began, number = time.perf_counter(), self.progress.step + 1
+        start_time, number = time.perf_counter(), self.progress.step + 1
         rate = self.job.schedule.rate(number)
-        did = self.engine.step(self.job.batches(number), number, rate)
-        seconds = time.perf_counter() - began
-        self.progress = self.progress.after(did.tokens, seconds)
-        off = self.pace and self.pace(seconds, self.job.steps - number)
-        if off:
-            self.events.message(off)
-        if did.bad:
+        result = self.engine.step(self.job.batches(number), number, rate)
+        seconds = time.perf_counter() - start_time
+        self.progress = self.progress.after(result.tokens, seconds)
+        pace_note = self.pace and self.pace(seconds, self.job.steps - number)
+        if pace_note:
+            self.events.message(pace_note)
+        if result.bad:
             self.events.message(
-                f"step {number} skipped, its loss or gradient is not finite: {did.bad}"
+                f"step {number} skipped, its loss or gradient is not finite: {result.bad}"
             )
         else:
             past = self.job.settings.past
-            self.progress = self.progress.learnt(did.loss, did.norm, past)
-        if did.note:
-            self.events.message(f"step {number}: {did.note}")
+            self.progress = self.progress.learnt(result.loss, result.norm, past)
+        if result.note:
+            self.events.message(f"step {number}: {result.note}")
         record: dict[str, Any] = {
             "step": number,
             "tokens": self.progress.tokens,
-            "loss": did.loss,
+            "loss": result.loss,
             "lr": rate,
-            "grad_norm": did.norm,
-            "tokens_per_second": did.tokens / seconds,
+            "grad_norm": result.norm,
+            "tokens_per_second": result.tokens / seconds,
             "positions_per_second": here().size * self.job.shape.positions / seconds,
             "seconds": self.progress.seconds,
-            **did.more,
+            **result.more,
         }
         due = self._due(self.job.steps_per_eval, last=True)
         if self.job.valid is not None and (due or why_ended(self.job.settings, self.progress)):
@@ -125,28 +128,28 @@ class Fit:
         self.events.sample(text)
 
     def _validate(self) -> dict[str, float]:
-        got = self.engine.evaluate(self.job.validation(), self.job.subject.ends)
+        evaluated = self.engine.evaluate(self.job.validation(), self.job.subject.ends)
         patient = bool(self.job.settings.patience)
-        self.progress = self.progress.validated(got.loss, got.ends, best=patient)
+        self.progress = self.progress.validated(evaluated.loss, evaluated.ends, best=patient)
         if here().rank == 0 and patient and not self.progress.stale:
             self.job.subject.keep(self.folder / BEST, self.engine.session.view)
         return {
-            "val_loss": got.loss,
-            "val_error": got.error,
-            "val_accuracy": got.accuracy,
-            "val_accuracy_error": got.accuracy_error,
+            "val_loss": evaluated.loss,
+            "val_error": evaluated.error,
+            "val_accuracy": evaluated.accuracy,
+            "val_accuracy_error": evaluated.accuracy_error,
         }
 
-    def _due(self, every: int, last: bool) -> bool:
-        """Whether something done `every` steps (0: never) is due; with `last`, also at the last step."""
+    def _due(self, interval: int, last: bool) -> bool:
+        """Whether something done `interval` steps (0: never) is due; with `last`, also at the last step."""
         at_end = last and self.progress.step == self.job.steps
-        return at_end or bool(every and self.progress.step % every == 0)
+        return at_end or bool(interval and self.progress.step % interval == 0)
 
     def _ended(self) -> bool:
-        why = why_ended(self.job.settings, self.progress)
-        if why:
-            self.events.message(f"stopped early: {why}")
-        return why is not None
+        reason = why_ended(self.job.settings, self.progress)
+        if reason:
+            self.events.message(f"stopped early: {reason}")
+        return reason is not None
 
     # ---- saving
 
@@ -181,7 +184,7 @@ class Fit:
         """Write the result: the best weights with early stopping, else the last."""
         best = self.folder / BEST
         if self.job.settings.patience and best.exists():
-            kept = GGUF(best)
-            for name in kept.entries:
-                self.engine.session.set({name: kept.array(name)})
+            best_weights = GGUF(best)
+            for name in best_weights.entries:
+                self.engine.session.set({name: best_weights.array(name)})
         self.job.subject.write(self.engine.session.view)

@@ -59,7 +59,7 @@ class Merge:
 
 def merge(settings: Merge, events: Events) -> Written:
     """Write the file. Raises InputError and leaves an existing file as it was."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type", MERGED)
     base = GGUF(settings.model)
     adapted = (split_scale(text)[0] for text in settings.adapters)
@@ -88,12 +88,12 @@ def merge(settings: Merge, events: Events) -> Written:
     if merging is not None and (settings.calibrate is not None or merging.aware is not None):
         _calibrated(settings, merging, name, done, events)
     else:
-        given = settings.output, base, changes
-        write_changed(*given, name=name, dtype=dtype, types=types, done=done)
+        args = settings.output, base, changes
+        write_changed(*args, name=name, dtype=dtype, types=types, done=done)
         if any(stored_type(base.entries[n], dtype).chosen for n in changes):
             events.message(CALIBRATE)
     weights = sum(math.prod(entry.shape) for entry in base.entries.values())
-    nbytes, seconds = settings.output.stat().st_size, time.perf_counter() - began
+    nbytes, seconds = settings.output.stat().st_size, time.perf_counter() - start_time
     return Written(
         settings.output, len(changes), len(base.entries), base.nbytes, nbytes, weights, seconds
     )
@@ -112,15 +112,15 @@ def _calibrated(
         merging.write(settings.output, name, done=done)
         return
     assert settings.calibrate is not None
-    columns, found = settings.columns, None
+    columns, reading = settings.columns, None
     memory = settings.memory
     data = calibration(settings.calibrate, merging.base, events, columns=columns, memory=memory)
     if merging.calibrated:
-        ways = readings(merging.adapted, merging.calibrated, data.time, data.windows)
-        found = within(memory, ways, "merge with --calibrate")
-        events.message(f"merging {found}, {size_text(found.nbytes)}")
+        candidates = readings(merging.adapted, merging.calibrated, data.time, data.windows)
+        reading = within(memory, candidates, "merge with --calibrate")
+        events.message(f"merging {reading}, {size_text(reading.nbytes)}")
     with events.counting("merging", "block") as count:
-        errors = merging.write(settings.output, name, found, data, done=done, block=count)
+        errors = merging.write(settings.output, name, reading, data, done=done, block=count)
     for tensor, error in errors.items():
         entry = merging.base.gguf.entries[tensor]
         events.row(f"{line(entry, merging.stored(tensor), error)} of what it computes")

@@ -105,8 +105,10 @@ def check_answers(job: Job, budget: int | None, events: Events) -> None:
         return
     tokenizer, texts = subject.model.tokenizer(), question_texts(subject, prompts)
     answers = [
-        CheckedAnswer(text, tokenizer.decode(ids).strip(), base, ended, tuned, end, len(ids))
-        for text, (_, ids), (base, ended), (tuned, end) in zip(
+        CheckedAnswer(
+            text, tokenizer.decode(ids).strip(), base, base_ended, tuned, tuned_ended, len(ids)
+        )
+        for text, (_, ids), (base, base_ended), (tuned, tuned_ended) in zip(
             texts, questions, *replies, strict=True
         )
     ]
@@ -198,9 +200,11 @@ def question_texts(subject: Tuned, prompts: Sequence[Sequence[int]]) -> list[str
         lambda pair: pair[0] == pair[1], zip(before[::-1], between[::-1], strict=False)
     )
     opening = "".join(character for character, _ in shared)[::-1]
-    ends, begins = (rf"\s*{_spaced(text)}\s*" for text in (after, opening))
-    cut = [re.sub(f"{ends}$", "", text) for text in texts]
-    return [(re.split(begins, text)[-1] if opening.strip() else text).strip() for text in cut]
+    end_pattern, start_pattern = (rf"\s*{_spaced(text)}\s*" for text in (after, opening))
+    cut = [re.sub(f"{end_pattern}$", "", text) for text in texts]
+    return [
+        (re.split(start_pattern, text)[-1] if opening.strip() else text).strip() for text in cut
+    ]
 
 
 def _spaced(text: str) -> str:

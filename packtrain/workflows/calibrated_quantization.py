@@ -49,16 +49,16 @@ def write(
     data = enough(settings.calibrate, read)
     # loads kernels and tables, which count then
     for dtype in set(changed.values()) & set(PACKED):
-        one = np.zeros((1, dtype.block), np.float32)
-        quantize_measured(one, dtype, one[0] if dtype.demanding else None)
-    ways = readings(model, inside, data.time, data.windows, tokens=TOKENS)
-    found = within(settings.memory, ways, "quantize with --calibrate")
-    events.message(f"quantizing {found}, {size_text(found.nbytes)}")
+        zero_row = np.zeros((1, dtype.block), np.float32)
+        quantize_measured(zero_row, dtype, zero_row[0] if dtype.demanding else None)
+    candidates = readings(model, inside, data.time, data.windows, tokens=TOKENS)
+    reading = within(settings.memory, candidates, "quantize with --calibrate")
+    events.message(f"quantizing {reading}, {size_text(reading.nbytes)}")
     rows = {name: unpacked(model.gguf, name) for name in (*inside, *({EMBEDDING} & changed.keys()))}
     with atomic_path(settings.output) as part:
         write_file(part, values, tensors)
         with events.counting("quantizing", "block") as count:
-            given = found.read(data), found.width, count
-            errors = calibrate(part, model, rows, *given, anew=rows.keys())
+            args = reading.read(data), reading.width, count
+            errors = calibrate(part, model, rows, *args, searched=rows.keys())
     for name, error in errors.items():
         events.row(f"{line(entries[name], types[name], error)} of what it computes")

@@ -29,8 +29,8 @@ def calibration(
 ) -> SampleBatches:
     """Rows of the data, the same ones each time it runs. Raises InputError for data that cannot be used."""
     existing(data, field)
-    most = min(model.config.context_length, longest)
-    recipe = Recipe(data, model.gguf.path, most, pairs=None, columns=columns)
+    max_length = min(model.config.context_length, longest)
+    recipe = Recipe(data, model.gguf.path, max_length, pairs=None, columns=columns)
     cache = writable(cache_root() / "tokens")
     samples = prepare(recipe, cache, events.message, memory).train
     return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))
@@ -46,17 +46,17 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
     return rows
 
 
-def within(memory: str | None, found: Iterable[Reading], work: str) -> Reading:
+def within(memory: str | None, readings: Iterable[Reading], work: str) -> Reading:
     """The first of these that --memory has room for. Raises DoesNotFit, which names the least that would do.
 
     work  what is done with the data, in words
     """
     settle()
     used, nbytes = private_nbytes(), 0
-    for one in found:
-        nbytes = used + one.nbytes
+    for reading in readings:
+        nbytes = used + reading.nbytes
         if memory is None or nbytes <= parse_size(memory, "--memory"):
-            return one
+            return reading
     raise DoesNotFit(
         f"--memory: {memory} is too small to {work}; the smallest that would do is {mib(nbytes + SPARE_NBYTES)}"
     )

@@ -58,12 +58,12 @@ class Talk:
         self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
         self._grammar = generation_settings.grammar_of(settings, self._tokenizer)
         metadata = model.gguf.metadata
-        asked = settings.chat_template and template_named(settings.chat_template)
-        taken = choose_template(metadata, template_source(metadata), asked)
-        if taken.why:
-            events.message(taken.note)
+        template_choice = settings.chat_template and template_named(settings.chat_template)
+        template = choose_template(metadata, template_source(metadata), template_choice)
+        if template.why:
+            events.message(template.note)
         self._bos = self._text(self._tokenizer.bos)
-        self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
+        self._template = ChatTemplate(template.source, self._bos, self._text(self._tokenizer.eos))
         self.cells = cells(settings, model.config, CONTEXT, events)
         if settings.warmup:
             warm(model, events)
@@ -111,8 +111,8 @@ class Talk:
     def _ids(self) -> list[int]:
         """Token ids of the conversation up to the model's next answer, with at most one BOS."""
         text = self._template.render(self.messages, add_generation_prompt=True)
-        begun = bool(self._bos) and text.startswith(self._bos)
-        ids = self._tokenizer.encode(text, bos=False if begun else None, eos=False)
+        has_bos = bool(self._bos) and text.startswith(self._bos)
+        ids = self._tokenizer.encode(text, bos=False if has_bos else None, eos=False)
         if len(ids) >= self.cells:
             raise TooLong(
                 f"the conversation has {len(ids):,} tokens and the context {self.cells:,};"
@@ -124,6 +124,6 @@ class Talk:
         seed = (self._seed + self._answers) % (MOST_SEED + 1)
         self._answers += 1
         sampling = self._settings.sampling
-        how = self._drafter, self._settings.draft_max, self._grammar
-        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *how)
+        options = self._drafter, self._settings.draft_max, self._grammar
+        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *options)
         return generation_settings.written(reply, seed, self._events)

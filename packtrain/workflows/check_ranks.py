@@ -9,32 +9,34 @@ from packtrain.distributed import here
 from packtrain.workflows.planned_run import Ready
 
 
-def check_alike(prepared: Ready) -> None:
+def check_alike(run_plan: Ready) -> None:
     """Raise InputError, which names the rank and what is different there; DoesNotFit if a plan does not fit a rank."""
-    every = here().gather((prepared.refusal, _facts(prepared)))
-    if prepared.refusal is None:  # otherwise it is reported later, as in one process
-        for rank, (refusal, _) in enumerate(every):
+    gathered = here().gather((run_plan.refusal, _facts(run_plan)))
+    if run_plan.refusal is None:  # otherwise it is reported later, as in one process
+        for rank, (refusal, _) in enumerate(gathered):
             if refusal is not None:
                 raise DoesNotFit(f"on rank {rank} {refusal}")
-    _, first = every[0]
-    for rank, (_, facts) in enumerate(every):
+    _, first = gathered[0]
+    for rank, (_, facts) in enumerate(gathered):
         for name in first:
             if facts[name] != first[name]:
                 raise InputError(
-                    f"rank {rank} has {_named(name, prepared)} {facts[name]}, rank 0 has {first[name]};"
+                    f"rank {rank} has {_named(name, run_plan)} {facts[name]}, rank 0 has {first[name]};"
                     " all must be given the same"
                 )
 
 
-def _facts(prepared: Ready) -> dict[str, Any]:
+def _facts(run_plan: Ready) -> dict[str, Any]:
     """What must be equal: versions, settings, the data, and the checkpoint that the run goes on from."""
-    about = {name: value for name, value in prepared.job.about().items() if name != "sources"}
-    found = prepared.found
-    begun = None if found is None else found.gguf.metadata["packtrain.checkpoint.sha256"]
-    patience = {name: getattr(prepared.job.settings, name) for name in CHANGING}
-    teacher = getattr(prepared.job.train, "mark", None)
-    own = {"version": __version__, "teacher": teacher, "checkpoint": begun}
-    return {**about, **patience, **own}
+    about = {name: value for name, value in run_plan.job.about().items() if name != "sources"}
+    checkpoint = run_plan.found
+    checkpoint_hash = (
+        None if checkpoint is None else checkpoint.gguf.metadata["packtrain.checkpoint.sha256"]
+    )
+    patience = {name: getattr(run_plan.job.settings, name) for name in CHANGING}
+    teacher = getattr(run_plan.job.train, "mark", None)
+    extra = {"version": __version__, "teacher": teacher, "checkpoint": checkpoint_hash}
+    return {**about, **patience, **extra}
 
 
 # settings that a resumed run may change, but that decide which steps and validations there are
@@ -44,6 +46,6 @@ CHANGING = (
 )  # fmt: skip
 
 
-def _named(name: str, prepared: Ready) -> str:
-    known = hasattr(prepared.job.settings, name) and name != "data"
-    return flag(name) if known else f"the {name}"
+def _named(name: str, run_plan: Ready) -> str:
+    is_setting = hasattr(run_plan.job.settings, name) and name != "data"
+    return flag(name) if is_setting else f"the {name}"

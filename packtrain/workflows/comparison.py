@@ -128,8 +128,8 @@ class Compared:
     same: bool
 
     def __repr__(self) -> str:
-        said = (f"{Path(s.name).name} {sum(s.right)} right" for s in self.subjects)
-        return f"Compared({plural(len(self.questions), 'question')}: {', '.join(said)})"
+        scores = (f"{Path(s.name).name} {sum(s.right)} right" for s in self.subjects)
+        return f"Compared({plural(len(self.questions), 'question')}: {', '.join(scores)})"
 
 
 def compare(settings: Compare, events: Events) -> Compared:
@@ -146,23 +146,27 @@ def compare(settings: Compare, events: Events) -> Compared:
         losses = evaluate(Evaluate(**{name: getattr(settings, name) for name in names}), events)
     if settings.text is not None:
         texts = evaluate(Evaluate(settings.model, settings.text), events)
-    every = [list(_answers(settings, path, questions, events)) for path in settings.model]
-    fits = [None not in answers for answers in zip(*every, strict=True)]
+    model_answers = [list(_answers(settings, path, questions, events)) for path in settings.model]
+    fits = [None not in answers for answers in zip(*model_answers, strict=True)]
     questions = list(compress(questions, fits))
     _tell(settings, fits, events)
-    wanted, subjects = [final_answer(final, q.answer) for q in questions], list[Subject]()
+    references, subjects = [final_answer(final, q.answer) for q in questions], list[Subject]()
     if settings.rule == MATCH and not any(final.search(q.answer) for q in questions):
         events.message(UNMATCHED.format(pattern=settings.pattern))
-    answers_of = [[a for a in compress(answers, fits) if a is not None] for answers in every]
+    answers_of = [
+        [a for a in compress(answers, fits) if a is not None] for answers in model_answers
+    ]
     scores = _scores(settings, judge, questions, answers_of)
     for path, answers, own_scores in zip(settings.model, answers_of, scores, strict=True):
         right = [
-            final_answer(final, answer) == want
-            for answer, want in zip(answers, wanted, strict=True)
+            final_answer(final, answer) == expected
+            for answer, expected in zip(answers, references, strict=True)
         ]
         first = subjects[0] if subjects else None
         sides = [] if first is None else _sides(settings.rule, first, answers, right)
-        loss, forgot = (None if one is None else one.loss(str(path)) for one in (losses, texts))
+        loss, forgot = (
+            None if measured is None else measured.loss(str(path)) for measured in (losses, texts)
+        )
         wins, lost = sides.count(1), sides.count(-1)
         has = [] if style is None else [style.search(answer) is not None for answer in answers]
         figures = loss, answers, right, wins, lost, forgot, has, own_scores
@@ -197,8 +201,8 @@ def _scores(
 
 def final_answer(pattern: re.Pattern[str], answer: str) -> str:
     """The last match, or the whole answer without one; spaces, commas, $ and a last full stop do not count."""
-    found = [match[match.lastindex or 0] for match in pattern.finditer(answer)]
-    return LOOSE.sub("", (found[-1] if found else answer).strip().casefold())
+    matches = [match[match.lastindex or 0] for match in pattern.finditer(answer)]
+    return LOOSE.sub("", (matches[-1] if matches else answer).strip().casefold())
 
 
 def _sides(rule: str, first: Subject, answers: Sequence[str], right: Sequence[bool]) -> list[int]:
@@ -216,22 +220,22 @@ def _sides(rule: str, first: Subject, answers: Sequence[str], right: Sequence[bo
 
 
 def _questions(settings: Compare) -> list[Question]:
-    found = list[Question]()
+    questions = list[Question]()
     path, _ = file_to_measure(settings.data, None)
     for source in find_sources(path, SUFFIXES):
         for record in Reader(source, skip_bad=settings.skip_bad, columns=settings.columns):
-            if len(found) < settings.count:
-                found.append(_question(record))
-    if not found:
+            if len(questions) < settings.count:
+                questions.append(_question(record))
+    if not questions:
         raise InputError(f"--data: {path} holds no conversations; at least one is needed")
-    return found
+    return questions
 
 
 def _question(record: Conversation | Pair | Plain) -> Question:
     if isinstance(record, Plain):
         raise InputError(f"{record.where} is a text", "only conversations have answers to compare")
-    told = record.chosen if isinstance(record, Pair) else record
-    *before, answer = told.messages
+    conversation = record.chosen if isinstance(record, Pair) else record
+    *before, answer = conversation.messages
     return Question(before, answer["content"], isinstance(record, Pair))
 
 
@@ -253,13 +257,13 @@ def _answers(
     settings: Compare, path: Path, questions: Sequence[Question], events: Events
 ) -> Iterator[str | None]:
     """The answers of a model; None to what is too long for it."""
-    asked = Chat(
+    chat_settings = Chat(
         path, temp=settings.temp, seed=0, ctx=settings.ctx, n_predict=settings.n_predict,
         chat_template=settings.chat_template,
     )  # fmt: skip
-    talk = Talk(asked, Events())
+    talk = Talk(chat_settings, Events())
     with (
-        events.counting(f"answers of {path.name}", "question") as told,
+        events.counting(f"answers of {path.name}", "question") as report_progress,
         events.stopping() as stopped,
     ):
         for number, question in enumerate(questions, 1):
@@ -271,4 +275,4 @@ def _answers(
             except TooLong:
                 answer = None
             yield answer
-            told(number, len(questions))
+            report_progress(number, len(questions))

@@ -135,8 +135,8 @@ class Measured:
         return Mean.of(self.losses[name or next(iter(self.losses))])
 
     def __repr__(self) -> str:
-        said = (f"{Path(name).name} {self.loss(name)}" for name in self.losses)
-        return f"Measured({self.method}: {', '.join(said)})"
+        scores = (f"{Path(name).name} {self.loss(name)}" for name in self.losses)
+        return f"Measured({self.method}: {', '.join(scores)})"
 
 
 def evaluate(settings: Evaluate, events: Events) -> Measured:
@@ -144,61 +144,66 @@ def evaluate(settings: Evaluate, events: Events) -> Measured:
     check_idle(settings, (SPLIT, VAL_SPLIT, SWA))
     subjects = _subjects(settings, events.message)
     context = min(model.config.context_length for _, model in subjects)
-    prepared: dict[Path, Prepared] = {}
-    losses, where = dict[str, np.ndarray](), target(settings.device)
+    datasets: dict[Path, Prepared] = {}
+    losses, device = dict[str, np.ndarray](), target(settings.device)
     for name, model in subjects:
         path = model.gguf.path
-        if path not in prepared:
-            prepared[path] = _prepared(settings, model, context, events.message)
-        run = _reader(settings, model, prepared[path], where)
-        losses[name] = _measured(name, run, prepared[path], len(subjects) > 1, events)
-    first, *others = prepared.values()
-    same = all(np.array_equal(first.ids, other.ids) for other in others)
+        if path not in datasets:
+            datasets[path] = _prepared(settings, model, context, events.message)
+        run = _reader(settings, model, datasets[path], device)
+        losses[name] = _measured(name, run, datasets[path], len(subjects) > 1, events)
+    first, *other_sets = datasets.values()
+    is_same = all(np.array_equal(first.ids, other.ids) for other in other_sets)
     through = settings.cache_type and f"; read through a cache in {settings.cache_type}"
-    return Measured(losses, first.method + (through or ""), same)
+    return Measured(losses, first.method + (through or ""), is_same)
 
 
-def _opened(settings: Evaluate, path: Path, say: Say) -> ModelFile:
+def _opened(settings: Evaluate, path: Path, report: Say) -> ModelFile:
     check_precision(settings.precision, settings.device)
     model = with_activations(open_model(path), settings.activations)
     config = replace(model.config, precision=settings.precision)
-    where, kind = target(settings.device), settings.cache_type
+    device, kind = target(settings.device), settings.cache_type
     cache = None if kind is None else cache_dtype(config, kind)
-    return replace(model, config=with_flash(config, settings.flash_attn, where, say, cache))
+    return replace(model, config=with_flash(config, settings.flash_attn, device, report, cache))
 
 
-def _subjects(settings: Evaluate, say: Say) -> list[tuple[str, ModelFile]]:
+def _subjects(settings: Evaluate, report: Say) -> list[tuple[str, ModelFile]]:
     """The models to measure, by their printed names."""
     if settings.compare and not settings.lora:
         raise InputError("--compare: there is no adapter to compare; name some with --lora")
-    (path, base), *others = [(str(path), _opened(settings, path, say)) for path in settings.model]
+    (path, base), *other_models = [
+        (str(path), _opened(settings, path, report)) for path in settings.model
+    ]
     scaled = read_scaled(settings.lora, base.gguf)
-    found = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
+    subjects = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
     if settings.compare:
         pairs = zip(settings.lora, scaled, strict=True)
-        found = [(path, base), *((f"{path} + {text}", adapted(base, [one])) for text, one in pairs)]
-    return list(dict([*found, *others]).items())  # a repeated name is measured once
+        subjects = [
+            (path, base),
+            *((f"{path} + {text}", adapted(base, [adapter])) for text, adapter in pairs),
+        ]
+    return list(dict([*subjects, *other_models]).items())  # a repeated name is measured once
 
 
 # ---- the data ------------------------------------------------------------------------------------------------
 
 
-def _prepared(settings: Evaluate, model: ModelFile, context: int, say: Say) -> Prepared:
+def _prepared(settings: Evaluate, model: ModelFile, context: int, report: Say) -> Prepared:
     path, part = file_to_measure(settings.data, settings.split)
     text = not path.is_dir() and kind_of(path) not in RECORDS
     length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
-    check_context(model.config, length, say)
+    check_context(model.config, length, report)
     if text and not part and not settings.all_positions:
         tokenizer = model.tokenizer()
         ids = read_whole(path, _separator(settings), tokenizer)
         if ids is not None:
             bos = tokenizer.bos if tokenizer.add_bos else None
-            return _windows(settings, path, ids, bos, length, say)
-        say(
+            return _windows(settings, path, ids, bos, length, report)
+        report(
             f"{path} has several documents, each scored from its start; --separator '' reads the file as one text, as"
             " llama-perplexity does"
         )
-    return _samples(settings, model, path, part, length, say)
+    return _samples(settings, model, path, part, length, report)
 
 
 def _separator(settings: Evaluate) -> str | None:
@@ -215,24 +220,26 @@ def file_to_measure(data: Path, split: str | None) -> tuple[Path, str]:
             )
         return data, split or ""
     files = {name: file_called(data, *names) for name, names in SPLITS.items()}
-    there = {name: path for name, path in files.items() if path is not None}
+    split_files = {name: path for name, path in files.items() if path is not None}
     if split is None:
-        return next(iter(there.values()), data), ""
-    if TRAIN in there and VALID not in there and split != TEST:  # finetune splits it
-        return there[TRAIN], split
-    if split in there:
-        return there[split], ""
+        return next(iter(split_files.values()), data), ""
+    if TRAIN in split_files and VALID not in split_files and split != TEST:  # finetune splits it
+        return split_files[TRAIN], split
+    if split in split_files:
+        return split_files[split], ""
     raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
 
 
 def _windows(
-    settings: Evaluate, path: Path, ids: np.ndarray, bos: int | None, length: int, say: Say
+    settings: Evaluate, path: Path, ids: np.ndarray, bos: int | None, length: int, report: Say
 ) -> Prepared:
     """A text in windows, as llama-perplexity reads it."""
     if len(ids) < 3:
         raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
     if len(ids) < length:
-        say(f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window")
+        report(
+            f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window"
+        )
     length = min(length, len(ids))
     rows = _rows(settings, length, len(ids) // length)
     batches = Windows(ids, bos, rows, length)
@@ -246,7 +253,7 @@ def _windows(
 
 
 def _samples(
-    settings: Evaluate, model: ModelFile, path: Path, part: str, length: int, say: Say
+    settings: Evaluate, model: ModelFile, path: Path, part: str, length: int, report: Say
 ) -> Prepared:
     """Documents or conversations, in rows as in finetune's validation."""
     recipe = Recipe(
@@ -260,9 +267,9 @@ def _samples(
         columns=settings.columns,
         template=settings.chat_template and template_named(settings.chat_template),
     )
-    dataset = prepare(recipe, writable(cache_root() / "tokens"), say)
+    dataset = prepare(recipe, writable(cache_root() / "tokens"), report)
     for note in dataset.notes:
-        say(note)
+        report(note)
     if part == VALID and dataset.valid is None:
         raise InputError(f"--split valid: {path} has too few records; --val-split holds out none")
     samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
@@ -283,40 +290,42 @@ def _rows(settings: Evaluate, time: int, windows: int) -> int:
 # ---- measuring -----------------------------------------------------------------------------------------------
 
 
-def _reader(settings: Evaluate, model: ModelFile, data: Prepared, where: Target) -> Losses:
+def _reader(settings: Evaluate, model: ModelFile, data: Prepared, device: Target) -> Losses:
     """What gives the losses of batches, with its kernels loaded."""
     batches, cache = data.batches, settings.cache_type
     kernels.prepare((*kernels.WRITING, "loss", *kernels_of(model.config)))
     if cache is None:
-        run = losses_of(model, batches.rows, batches.time, skipped=data.skipped, target=where)
+        run = losses_of(model, batches.rows, batches.time, skipped=data.skipped, target=device)
         return partial(counted, run)
     check_cache(model, batches.time, cache)
     scored, full = batches.time - data.skipped, settings.swa_full
-    return Through(model, batches.time, scored, cache, swa_full=full, target=where).losses
+    return Through(model, batches.time, scored, cache, swa_full=full, target=device).losses
 
 
-def _measured(name: str, run: Losses, data: Prepared, several: bool, events: Events) -> np.ndarray:
+def _measured(
+    name: str, run: Losses, data: Prepared, is_multiple: bool, events: Events
+) -> np.ndarray:
     """The losses (N,) f32 of all scored tokens."""
     batches = data.batches
-    found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
-    everything = f"{plural(batches.windows, 'window')}{f' of {name}' if several else ''}"
+    batch_losses, total, count, start_time = list[np.ndarray](), 0.0, 0, time.monotonic()
+    everything = f"{plural(batches.windows, 'window')}{f' of {name}' if is_multiple else ''}"
     events.message(f"measuring {everything} …")
     with (
-        events.counting(name if several else "measuring", "window") as told,
+        events.counting(name if is_multiple else "measuring", "window") as report_progress,
         events.stopping() as stopped,
     ):
         for losses in run(_until(stopped, batches)):
-            found.append(losses)
+            batch_losses.append(losses)
             total, count = total + float(losses.sum(dtype=np.float64)), count + len(losses)
             if not math.isfinite(total):
                 raise InputError(
                     f"{name}: the loss is {total}; the weights must give finite numbers"
                 )
             so_far = Mean(total / max(count, 1), 0.0).exponential.value
-            done = min(len(found) * batches.rows, batches.windows)
-            told(done, batches.windows, f"perplexity {so_far:.4f}")
-    events.message(f"{everything} in {clock(time.monotonic() - began)}")
-    return np.concatenate(found)
+            done = min(len(batch_losses) * batches.rows, batches.windows)
+            report_progress(done, batches.windows, f"perplexity {so_far:.4f}")
+    events.message(f"{everything} in {clock(time.monotonic() - start_time)}")
+    return np.concatenate(batch_losses)
 
 
 def _until(

@@ -34,12 +34,12 @@ def finetune(settings: TuneSettings, events: Events) -> Trained:
     return carry_out(settings, prepare, events, _before, _after)
 
 
-def prepare(settings: TuneSettings, say: Say, runs: bool = True) -> Ready:
+def prepare(settings: TuneSettings, report: Say, runs: bool = True) -> Ready:
     """The run with its plan, see `ready`, and with what its merge needs. Raises InputError."""
-    prepared = ready("finetune", settings, build_job, say, runs)
-    if prepared.refusal is not None:
-        return prepared
-    return replace(prepared, notes=tuple(note(prepared)), files=tuple(space(prepared.job)))
+    run_plan = ready("finetune", settings, build_job, report, runs)
+    if run_plan.refusal is not None:
+        return run_plan
+    return replace(run_plan, notes=tuple(note(run_plan)), files=tuple(space(run_plan.job)))
 
 
 def _check(settings: TuneSettings) -> None:
@@ -75,10 +75,10 @@ def _before(fit: Fit, events: Events, stopped: Callable[[], bool]) -> None:
     probe(fit.job, fit.engine, events.message)
     if fit.job.valid is not None:
         with events.counting("validation of the base", "batch") as count:
-            found = fit.engine.evaluate(_until(stopped, fit.job.counted(count)))
-        fit.progress = replace(fit.progress, base=found.loss, batches=fit.job.validated)
+            evaluation = fit.engine.evaluate(_until(stopped, fit.job.counted(count)))
+        fit.progress = replace(fit.progress, base=evaluation.loss, batches=fit.job.validated)
         events.message(
-            f"validation loss of the base: {found.loss:.4f}, accuracy {100 * found.accuracy:.1f} %"
+            f"validation loss of the base: {evaluation.loss:.4f}, accuracy {100 * evaluation.accuracy:.1f} %"
         )
 
 
@@ -89,19 +89,19 @@ def _until(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Ba
         yield batch
 
 
-def _after(ready: Ready, progress: Progress, events: Events) -> None:
+def _after(run_plan: Ready, progress: Progress, events: Events) -> None:
     """Merge the adapter, measure the result and check its answers. The memory of the run is already free."""
-    End(ready.job, ready.plans.shape, progress, ready.budget, events).finish()
-    settings, subject = cast(TuneSettings, ready.job.settings), cast(Tuned, ready.job.subject)
+    End(run_plan.job, run_plan.plans.shape, progress, run_plan.budget, events).finish()
+    settings, subject = cast(TuneSettings, run_plan.job.settings), cast(Tuned, run_plan.job.subject)
     _write_modelfile(settings, subject.model)
-    check_answers(ready.job, ready.budget, events)
+    check_answers(run_plan.job, run_plan.budget, events)
 
 
 def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
     """The Modelfile for `ollama create`. Ollama takes the chat template from the GGUF file, so none is written here."""
     tokenizer = base.tokenizer()
-    ends = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.ends)]
-    stops = [f'PARAMETER stop "{end}"' for end in ends if end and '"' not in end]
+    eos_texts = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.ends)]
+    stops = [f'PARAMETER stop "{end}"' for end in eos_texts if end and '"' not in end]
     lines = [f"FROM ../{settings.output.name}"]
     if settings.merge == "none":
         lines = [f"FROM {base.gguf.path.absolute()}", f"ADAPTER ../{settings.output.name}"]

@@ -121,8 +121,8 @@ class Speaking(Sampling, Speaker):
         self.check_sampling()
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have at least one character")
-        given = (self.grammar, self.grammar_file, self.json_schema, self.json_schema_file)
-        if sum(one is not None for one in given) > 1:
+        constraints = (self.grammar, self.grammar_file, self.json_schema, self.json_schema_file)
+        if sum(constraint is not None for constraint in constraints) > 1:
             raise InputError(
                 "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other"
             )
@@ -130,15 +130,15 @@ class Speaking(Sampling, Speaker):
             raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
 
 
-def opened(settings: Opening, say: Say, *, by_token: bool = False) -> ModelFile:
+def opened(settings: Opening, report: Say, *, by_token: bool = False) -> ModelFile:
     """The model with the requested adapters; by_token: with scales that each token has. Raises InputError."""
     model = open_model(settings.model)
     model = adapted(model, read_scaled(settings.lora, model.gguf), by_token=by_token)
     check_precision(settings.precision, settings.device)
     model = with_activations(model, settings.activations)
     config = replace(model.config, precision=settings.precision)
-    where, cache = target(settings.device), cache_dtype(config, settings.cache_type)
-    return replace(model, config=with_flash(config, settings.flash_attn, where, say, cache))
+    device, cache = target(settings.device), cache_dtype(config, settings.cache_type)
+    return replace(model, config=with_flash(config, settings.flash_attn, device, report, cache))
 
 
 def grammar_of(settings: Speaking, tokenizer: Tokenizer) -> Grammar | None:
@@ -189,9 +189,9 @@ def written(reply: Reply, seed: int, events: Events) -> Generated:
     )
 
 
-def cells(settings: Speaking, config: Config, wanted: int, events: Events) -> int:
-    """The context length: --ctx, else `wanted` up to the model's own. Raises InputError."""
-    size = settings.ctx or max(min(config.context_length, wanted), 1)
+def cells(settings: Speaking, config: Config, num_tokens: int, events: Events) -> int:
+    """The context length: --ctx, else `num_tokens` up to the model's own. Raises InputError."""
+    size = settings.ctx or max(min(config.context_length, num_tokens), 1)
     check_context(config, size, events.message)
     return size
 
@@ -222,13 +222,14 @@ def cache_dtype(config: Config, type: str) -> Dtype:
 
 def check_cache(model: ModelFile, cells: int, type: str) -> None:
     """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
-    c, there, kind = model.config, total_nbytes(), cache_dtype(model.config, type)
-    own = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
-    each = (heads * kind.row_nbytes(width) for heads, width in map(c.cached_heads, own))
+    c, available_nbytes, kind = model.config, total_nbytes(), cache_dtype(model.config, type)
+    cache_blocks = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
+    each = (heads * kind.row_nbytes(width) for heads, width in map(c.cached_heads, cache_blocks))
     cache = len(c.cached_parts) * cells * sum(each)
-    if cache > there:
+    if cache > available_nbytes:
         raise DoesNotFit(
-            f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"
+            f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)};"
+            f" {size_text(available_nbytes)} are available"
         )
     kernels.prepare((*kernels.WRITING, *kernels_of(c)))
 

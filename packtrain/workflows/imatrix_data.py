@@ -28,33 +28,34 @@ def _weights(
     settings: Quantize, gguf: GGUF, importance: Importance, events: Events
 ) -> dict[str, np.ndarray]:
     """Weights by matrix, (experts, columns). Raises InputError if they are another model's."""
-    found = dict[str, np.ndarray]()
+    weights_by_name = dict[str, np.ndarray]()
     for name, entry in gguf.entries.items():
         weights = importance.weights(name)
         if weights is None:
             continue
-        wanted = (math.prod(entry.shape[:-2]), entry.shape[-1])
-        if weights.size != math.prod(wanted):
+        expected_shape = (math.prod(entry.shape[:-2]), entry.shape[-1])
+        if weights.size != math.prod(expected_shape):
             raise InputError(
-                f"{settings.imatrix}: {name} has {weights.size} weights, in {gguf.path} {math.prod(wanted)} inputs;"
+                f"{settings.imatrix}: {name} has {weights.size} weights, in {gguf.path}"
+                f" {math.prod(expected_shape)} inputs;"
                 " measure this model with `packtrain imatrix`"
             )
-        found[name] = weights.reshape(wanted)
+        weights_by_name[name] = weights.reshape(expected_shape)
     blocks = [
         n for n, e in gguf.entries.items() if n.startswith("blk.") and quantizable(n, e.shape)
     ]
-    without = [name for name in blocks if name not in found]
-    if blocks and len(without) == len(blocks):
+    missing = [name for name in blocks if name not in weights_by_name]
+    if blocks and len(missing) == len(blocks):
         raise InputError(
             f"{settings.imatrix}: it has no weights for any matrix of {gguf.path}; measure this model with"
             " `packtrain imatrix`"
         )
-    if without:
+    if missing:
         events.message(
-            f"{settings.imatrix} has no weights for {plural(len(without), 'matrix', 'matrices')}, "
-            f"the first: {without[0]}"
+            f"{settings.imatrix} has no weights for {plural(len(missing), 'matrix', 'matrices')}, "
+            f"the first: {missing[0]}"
         )
-    return found
+    return weights_by_name
 
 
 def _origin(settings: Quantize, importance: Importance) -> dict[str, Value]:

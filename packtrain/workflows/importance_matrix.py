@@ -42,7 +42,7 @@ class Measured:
 
 def imatrix(settings: Imatrix, events: Events) -> Measured:
     """Write the file. Raises InputError, and DoesNotFit if --memory is too small."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     model = open_model(settings.model)
     read = [*model.gguf.paths, *data_files(settings.data)]
     check_output(settings.output, "-o", read, settings.overwrite)
@@ -52,13 +52,13 @@ def imatrix(settings: Imatrix, events: Events) -> Measured:
     )
     data = enough(settings.data, rows)
     types = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
-    ways = readings(model, types, data.time, data.windows, tokens=AT_ONCE)
-    found = within(settings.memory, ways, "read any of the data")
-    batches = found.all(data, settings.tokens)
-    groups = [batches[at : at + found.batches] for at in range(0, len(batches), found.batches)]
+    candidates = readings(model, types, data.time, data.windows, tokens=AT_ONCE)
+    reading = within(settings.memory, candidates, "read any of the data")
+    batches = reading.all(data, settings.tokens)
+    groups = [batches[at : at + reading.batches] for at in range(0, len(batches), reading.batches)]
     with events.counting("reading", "block") as count:
         result = measure(model, groups, settings.data.name, count)
     save(settings.output, result)
     tokens = int(max(counts.max() for counts in result.counts.values()))
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     return Measured(settings.output, len(result.sums), tokens, seconds)

@@ -36,26 +36,26 @@ class Through:
 
     def _row(self, row: Batch) -> np.ndarray:
         """Of one row, whose samples are read one after the other."""
-        learnt, hidden = row["weights"] > 0, list[np.ndarray]()
-        skipped = len(row["tokens"]) - len(learnt)
-        places = np.flatnonzero(learnt) + skipped
+        is_scored, hidden = row["weights"] > 0, list[np.ndarray]()
+        skipped = len(row["tokens"]) - len(is_scored)
+        places = np.flatnonzero(is_scored) + skipped
         for sample in dict.fromkeys(row["seq"][places].tolist()):
-            here = np.flatnonzero(row["seq"] == sample)
-            wanted = places[row["seq"][places] == sample] - here[0]
+            positions = np.flatnonzero(row["seq"] == sample)
+            output_rows = places[row["seq"][places] == sample] - positions[0]
             self._context.remove(0)
             hidden.append(
-                self._context.decode(row["tokens"][here].tolist(), wanted=wanted.tolist())
+                self._context.decode(row["tokens"][positions].tolist(), wanted=output_rows.tolist())
             )
         count, width = len(places), self._context.config.embedding_length
-        given = {
+        inputs = {
             "x": np.zeros((self._counted, width), np.float32),
             "targets": np.full(self._counted, -1, np.int32),
             "weights": np.ones(self._counted, np.float32),
         }
         if count:
-            given["x"][:count] = np.concatenate(hidden)
-            given["targets"][:count] = row["targets"][learnt]
-        return self._head(given)["losses"][:count]
+            inputs["x"][:count] = np.concatenate(hidden)
+            inputs["targets"][:count] = row["targets"][is_scored]
+        return self._head(inputs)["losses"][:count]
 
 
 def rows_of(batch: Batch) -> Iterator[Batch]:
@@ -67,6 +67,6 @@ def head_of(model: ModelFile, count: int, target: Target) -> Executor:
     """`losses` of the rows of hidden values, with the mapped weights."""
     session = Session(target.limits)
     session.share(model.stored())
-    found = hidden_losses(model.config, weights(model.config, model.types()), count)
-    placed = place(Graph({"losses": found}), target)
+    losses = hidden_losses(model.config, weights(model.config, model.types()), count)
+    placed = place(Graph({"losses": losses}), target)
     return session.executor(placed, make_plan(placed))

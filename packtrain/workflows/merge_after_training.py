@@ -60,8 +60,8 @@ class Losses:
         middle = "" if self.adapter is None else f"with the adapter {self.adapter:.4f}, "
         last = "merged" if self.adapter is not None else "tuned"
         gains = self.adapter is not None and self.adapter < self.base
-        kept = f" ({self.kept:.0%} of the gain)" if gains else ""
-        return f"validation loss: base {self.base:.4f}, {middle}{last} {self.merged:.4f}{kept}"
+        kept_text = f" ({self.kept:.0%} of the gain)" if gains else ""
+        return f"validation loss: base {self.base:.4f}, {middle}{last} {self.merged:.4f}{kept_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +87,38 @@ class End:
         path, adapter = self.settings.folder / ADAPTER, None
         if not self.settings.full:
             adapter = fitted(read_adapter(path), path, self.subject.model.gguf)
-        found, left_out = None, merged_only(adapter) if adapter is not None else []
+        errors, left_out = None, merged_only(adapter) if adapter is not None else []
         if left_out:
             self.events.message(
                 f"llama.cpp leaves out an adapter's {', '.join(left_out)} beside such a base: use the merged file there"
             )
         if adapter is not None and self.settings.merge != "none":
             merge = merge_of(self.subject, adapter, self.settings.tensor_type)
-            found = self._merge(merge, self.settings.output)
+            errors = self._merge(merge, self.settings.output)
             self._report_narrow(merge)
         if self.job.valid is None:
             return
         losses = self._losses(adapter)
         self.events.message(str(losses))
         if losses.adapter is not None and losses.kept < ENOUGH and adapter is not None:
-            self._advise(adapter, losses, found)
+            self._advise(adapter, losses, errors)
 
     # ---- merging
 
     def _merge(self, merge: Merge, output: Path) -> Mapping[str, float] | None:
         """Write the file; returns the relative output error of each calibrated matrix, or None without calibration."""
-        found = None
+        reading = None
         if calibrates(self.settings) and merge.calibrated:
             settle()
             limit = None if self.budget is None else self.budget - private_nbytes()
-            found = reading_of(self.job, merge, limit)
-            if found is None:
+            reading = reading_of(self.job, merge, limit)
+            if reading is None:
                 self.events.message(f"{NO_MEMORY}: the adapter is merged by plain rounding")
         self.events.message("merging the adapter …")
         with self.events.counting("merging", "block") as count:
             data = cast(SampleBatches, self.job.train)
-            errors = merge.write(output, name_of(output), found, data, block=count)
-        return errors if found is not None else None
+            errors = merge.write(output, name_of(output), reading, data, block=count)
+        return errors if reading is not None else None
 
     def _report_narrow(self, merge: Merge) -> None:
         names = {name for adapter, _ in merge.adapters for name in adapter.pairs}
@@ -137,34 +137,34 @@ class End:
         base, progress = self.subject.model, self.progress
         decided = self.settings.patience and (self.settings.folder / BEST).exists()
         last = progress.best if decided else progress.last
-        with_it = None
+        adapter_loss = None
         if adapter is not None:
-            beside = adapted(base, [(adapter, 1.0)], aware=adapter.aware)
-            with_it = last if math.isfinite(last) else self._loss(beside, "the adapter")
-        tuned, alone = with_it, self.settings.merge == "none"
-        if tuned is None or not alone:
+            adapted_model = adapted(base, [(adapter, 1.0)], aware=adapter.aware)
+            adapter_loss = last if math.isfinite(last) else self._loss(adapted_model, "the adapter")
+        tuned, is_unmerged = adapter_loss, self.settings.merge == "none"
+        if tuned is None or not is_unmerged:
             tuned = self._loss(open_model(self.settings.output), "the result")
         before = progress.base if math.isfinite(progress.base) else self._loss(base, "the base")
-        return Losses(before, tuned, None if alone else with_it)
+        return Losses(before, tuned, None if is_unmerged else adapter_loss)
 
-    def _loss(self, model: ModelFile, what: str) -> float:
+    def _loss(self, model: ModelFile, label: str) -> float:
         run = losses_of(
             model, self.shape.rows, self.shape.time, self.shape.chunk, target=self.settings.target
         )
-        with self.events.counting(f"validation of {what}", "batch") as count:
+        with self.events.counting(f"validation of {label}", "batch") as count:
             return evaluate(run, self.job.counted(count), self.shape.preference).loss
 
     # ---- more
 
     def _advise(self, adapter: Adapter, losses: Losses, errors: Mapping[str, float] | None) -> None:
         """Suggest a better merge: calibration, or larger types for the matrices that lose most, found by trial."""
-        again = f"packtrain finetune -o {shlex.quote(str(self.settings.output))} --resume"
+        command = f"packtrain finetune -o {shlex.quote(str(self.settings.output))} --resume"
         if errors is None:
             if adapter.aware:
                 return
             if self.settings.merge == "plain":
                 self.events.message(
-                    f"warning: plain rounding loses much of the gain; merge again with: {again} --merge calibrated"
+                    f"warning: plain rounding loses much of the gain; merge again with: {command} --merge calibrated"
                 )
                 return
             errors = {}
@@ -179,15 +179,16 @@ class End:
                     f"the merge keeps less than {ENOUGH:.0%} of the gain; trying {', '.join(flags)} …"
                 )
                 self._merge(merge, trial)
-                kept = Losses(
+                kept_gain = Losses(
                     losses.base, self._loss(open_model(trial), "the trial"), losses.adapter
                 ).kept
-                if kept >= ENOUGH:
-                    more = trial.stat().st_size - self.settings.output.stat().st_size
+                if kept_gain >= ENOUGH:
+                    extra_nbytes = trial.stat().st_size - self.settings.output.stat().st_size
                     options = " ".join(f"--tensor-type {shlex.quote(flag)}" for flag in flags)
                     self.events.message(
-                        f"with these types the merge keeps {kept:.0%}, and the file is {size_text(more)} larger:"
-                        f" {again} {options}"
+                        f"with these types the merge keeps {kept_gain:.0%}, and the file is"
+                        f" {size_text(extra_nbytes)} larger:"
+                        f" {command} {options}"
                     )
                     return
         finally:
@@ -200,22 +201,22 @@ class End:
 # ---- before the run
 
 
-def note(ready: Ready) -> Iterator[str]:
+def note(run_plan: Ready) -> Iterator[str]:
     """Lines about the merge, for the printed plan."""
-    adapter = _unlearnt(ready.job)
+    adapter = _unlearnt(run_plan.job)
     if adapter is None:
         return
-    settings = cast(TuneSettings, ready.job.settings)
-    merge = merge_of(cast(Tuned, ready.job.subject), adapter, settings.tensor_type)
+    settings = cast(TuneSettings, run_plan.job.settings)
+    merge = merge_of(cast(Tuned, run_plan.job.subject), adapter, settings.tensor_type)
     if not merge.calibrated or not calibrates(settings):
         return
-    limit = None if ready.budget is None else ready.budget - ready.plans.baseline
-    found = reading_of(ready.job, merge, limit)
-    if found is None:
+    limit = None if run_plan.budget is None else run_plan.budget - run_plan.plans.baseline
+    reading = reading_of(run_plan.job, merge, limit)
+    if reading is None:
         yield f"{NO_MEMORY}: plain rounding will keep less of what is learned"
         return
-    what = f"after the last step, on {found.tokens:,} tokens of the data; not in the total"
-    yield f"  {'merge':<10}{size_text(found.nbytes):>10}  {what}"
+    description = f"after the last step, on {reading.tokens:,} tokens of the data; not in the total"
+    yield f"  {'merge':<10}{size_text(reading.nbytes):>10}  {description}"
 
 
 def space(job: Job) -> Iterator[tuple[Path, str, int]]:
@@ -225,13 +226,13 @@ def space(job: Job) -> Iterator[tuple[Path, str, int]]:
         return
     settings, subject = cast(TuneSettings, job.settings), cast(Tuned, job.subject)
     merge = replace(merge_of(subject, adapter, settings.tensor_type), data=False)
-    base, known = merge.base.gguf.nbytes + HEAD_NBYTES, subject.files()[settings.output]
-    if base + merge.grown > known:
-        yield settings.output, "its larger types", base + merge.grown - known
+    base, planned_nbytes = merge.base.gguf.nbytes + HEAD_NBYTES, subject.files()[settings.output]
+    if base + merge.grown > planned_nbytes:
+        yield settings.output, "its larger types", base + merge.grown - planned_nbytes
     trials = [*larger(merge.calibrated, merge.base.gguf.entries, {})]
     if trials and calibrates(settings) and job.valid is not None:
-        most = merge_of(subject, adapter, (*settings.tensor_type, *flags_of(trials[-1])))
-        yield settings.folder / TRIAL, "a trial of larger types", base + most.grown
+        largest_merge = merge_of(subject, adapter, (*settings.tensor_type, *flags_of(trials[-1])))
+        yield settings.folder / TRIAL, "a trial of larger types", base + largest_merge.grown
 
 
 def _unlearnt(job: Job) -> Adapter | None:

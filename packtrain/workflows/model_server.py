@@ -126,8 +126,8 @@ class Serve(Sampling, Speaker):
     @property
     def names(self) -> list[str]:
         """Those of the model that are given."""
-        given = (name.strip() for name in (self.alias or "").split(","))
-        return [name for name in dict.fromkeys(given) if name]
+        aliases = (name.strip() for name in (self.alias or "").split(","))
+        return [name for name in dict.fromkeys(aliases) if name]
 
     @property
     def sampling(self) -> Sampling:
@@ -135,17 +135,17 @@ class Serve(Sampling, Speaker):
 
     def keys(self) -> list[str]:
         """The API keys. Raises InputError."""
-        found = [*self.api_key]
+        api_keys = [*self.api_key]
         if self.api_key_file is not None:
             lines = read_text(self.api_key_file, "--api-key-file").splitlines()
-            found += [line.strip() for line in lines if line.strip()]
-            if not found:
+            api_keys += [line.strip() for line in lines if line.strip()]
+            if not api_keys:
                 raise InputError(
                     f"--api-key-file: {self.api_key_file} has no key; write one a line"
                 )
-        if "" in found:
+        if "" in api_keys:
             raise InputError("--api-key is empty; give a key, or leave it out")
-        return found
+        return api_keys
 
 
 def load(settings: Serve, events: Events) -> Server:
@@ -166,13 +166,13 @@ def load(settings: Serve, events: Events) -> Server:
         similar=settings.slot_prompt_similarity, shifts=settings.context_shift,
     )  # fmt: skip
     names = settings.names or [settings.model.name]
-    given = [split_scale(one) for one in settings.lora]
+    adapters = [split_scale(adapter) for adapter in settings.lora]
     server = Server(
         model, tokenizer, renderer, source, bos, engine,
         name=names[0], aliases=tuple(names[1:]), sampling=settings.sampling, seed=settings.seed,
         limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
-        model_hash=fingerprint(model), adapters=tuple(adapter_file(path) for path, _ in given),
-        scales=tuple(scale for _, scale in given),
+        model_hash=fingerprint(model), adapters=tuple(adapter_file(path) for path, _ in adapters),
+        scales=tuple(scale for _, scale in adapters),
         embedder=embedder, slots=folder, watched=settings.slots, page=settings.ui, measured=settings.metrics,
         reasoning=settings.reasoning_format,
     )  # fmt: skip
@@ -191,42 +191,42 @@ def adapter_file(path: Path) -> AdapterFile:
 
 def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context, Context | None]:
     """The context of answers, and that of embeddings if they are asked for. Raises InputError, DoesNotFit."""
-    most = settings.ctx or min(model.config.context_length, CONTEXT)
-    check_context(model.config, most, events.message)
-    check_cache(model, most, settings.cache_type)
+    context_length = settings.ctx or min(model.config.context_length, CONTEXT)
+    check_context(model.config, context_length, events.message)
+    check_cache(model, context_length, settings.cache_type)
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    how: Any = {
+    options: Any = {
         "cache": settings.cache_type,
         "target": target(settings.device),
         "say": events.message,
         "memory": limit,
     }
-    beside = REQUESTS
+    reserved_nbytes = REQUESTS
     embedder = None
     if settings.embeddings:
-        cells = min(most, EMBEDDED)
+        cells = min(context_length, EMBEDDED)
         embedder = Context(
             model,
             cells=cells,
             sequences=settings.parallel,
             checkpoints=0,
             hidden=True,
-            beside=beside,
-            **how,
+            beside=reserved_nbytes,
+            **options,
         )
         if limit is not None:
-            beside += needed(
+            reserved_nbytes += needed(
                 {name: run.placed for name, run in embedder.runs.items()}, model.stored()
             )
     context = Context(
-        model, cells=most, sequences=settings.parallel, parts=not settings.kv_unified,
+        model, cells=context_length, sequences=settings.parallel, parts=not settings.kv_unified,
         prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)),
-        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, beside=beside, **how,
+        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, beside=reserved_nbytes, **options,
     )  # fmt: skip
-    for one in (context, embedder):
-        if one is not None:  # loads the kernels
-            one.decode([0])
-            one.remove(0)
+    for opened_context in (context, embedder):
+        if opened_context is not None:  # loads the kernels
+            opened_context.decode([0])
+            opened_context.remove(0)
     return context, embedder
 
 
@@ -235,13 +235,17 @@ def template_of(
 ) -> tuple[Renderer, str, str]:
     """What renders conversations, the template's text, and the text of BOS. Raises InputError."""
     metadata = model.gguf.metadata
-    asked = settings.chat_template and template_named(settings.chat_template)
-    taken = choose_template(metadata, template_source(metadata), asked)
-    if taken.why:
-        events.message(taken.note)
+    template_choice = settings.chat_template and template_named(settings.chat_template)
+    template = choose_template(metadata, template_source(metadata), template_choice)
+    if template.why:
+        events.message(template.note)
     bos, eos = (
         "" if id is None else tokenizer.tokens[id].decode(errors="replace")
         for id in (tokenizer.bos, tokenizer.eos)
     )
-    ends = [tokenizer.tokens[id].decode(errors="replace") for id in tokenizer.ends]
-    return Renderer(ChatTemplate(taken.source, bos, eos, memory=RENDERED), ends), taken.source, bos
+    eos_texts = [tokenizer.tokens[id].decode(errors="replace") for id in tokenizer.ends]
+    return (
+        Renderer(ChatTemplate(template.source, bos, eos, memory=RENDERED), eos_texts),
+        template.source,
+        bos,
+    )

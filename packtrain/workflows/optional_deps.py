@@ -7,11 +7,11 @@ from packtrain.common.errors import InputError
 NEEDED = "starlette", "uvicorn"
 
 
-def check_server(what: str) -> None:
+def check_server(feature: str) -> None:
     """Raises InputError, which says what needs it, unless the extra `server` is installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise InputError(
-            f"{what} needs {' and '.join(missing)}: pip install {' '.join(missing)} (or packtrain with its extra"
+            f"{feature} needs {' and '.join(missing)}: pip install {' '.join(missing)} (or packtrain with its extra"
             " server)"
         )

@@ -22,7 +22,7 @@ from packtrain.planner.budget import Say, enough, followed, minimum, planned
 from packtrain.planner.cost_model import Rates
 from packtrain.planner.device_spread import AUTO
 from packtrain.planner.expected_pace import learnt, seen
-from packtrain.planner.kernel_memory import loaded, needed
+from packtrain.planner.kernel_memory import Loaded, loaded, needed
 from packtrain.planner.machine_speed import rates_apart
 from packtrain.planner.plan_request import ACTIVATIONS, Request
 from packtrain.planner.plan_table import as_data, parts, text
@@ -71,12 +71,12 @@ class Ready:
         plans = self.plans
         arena = plans.largest_in(HOST).arena(HOST)
         rows = [*parts(plans), ("arena", arena.nbytes, "activations, gradients, workspaces")]
-        found = {
+        summary = {
             "title": self.job.title,
             "steps": self.job.steps,
             "planned_bytes": self.planned_nbytes,
         }
-        return json.dumps(found | {"budget_bytes": self.budget, "rows": rows})
+        return json.dumps(summary | {"budget_bytes": self.budget, "rows": rows})
 
     @property
     def ended(self) -> str:
@@ -119,7 +119,10 @@ class Ready:
 
     def _repr_html_(self) -> str:
         """The table of bytes, and the picture of the plan's largest buffers."""
-        rows = [(what, size_text(nbytes), why) for what, nbytes, why in parts(self.plans)]
+        rows = [
+            (label, size_text(nbytes), description)
+            for label, nbytes, description in parts(self.plans)
+        ]
         drawn = chart(self.plans.largest, **facts(self), rectangles=RECTANGLES)
         return f"<pre>{escape(repr(self))}</pre>{table(rows)}{drawn}"
 
@@ -131,7 +134,7 @@ def ready(
     command: str,
     settings: RunSettings,
     build_job: Callable[[Any, Say], Job],
-    say: Say,
+    report: Say,
     runs: bool = True,
 ) -> Ready:
     """Build the job and plan it, or explain why it is refused; loads its kernels if it `runs`. Raises InputError.
@@ -141,60 +144,74 @@ def ready(
     world = here()
     with room(settings, runs):
         if world.rank == 0:  # it fills the caches and searches the plan, which all use
-            found = _ready(command, settings, build_job, say, runs, None)
-            world.from_first((found.plans.shape, found.job.offloaded))
-            return found
+            run_plan = _ready(command, settings, build_job, report, runs, None)
+            world.from_first((run_plan.plans.shape, run_plan.job.offloaded))
+            return run_plan
         shape, moved = world.from_first(None)
         if shape.share is not None:
             shape = replace(shape, share=(world.rank, world.size))
         decided = shape, bool(moved)
-        return _ready(command, settings, build_job, say, runs, decided)
+        return _ready(command, settings, build_job, report, runs, decided)
 
 
 def _ready(
     command: str,
     settings: RunSettings,
     build_job: Callable[[Any, Say], Job],
-    say: Say,
+    report: Say,
     runs: bool,
     decided: tuple[StepShape, bool] | None,
 ) -> Ready:
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    job = _job(settings, build_job, say)
+    job = _job(settings, build_job, report)
     packed, kind = job.shape.base is not None, type(job.optimizer)
     aware = job.config.lora is not None and job.config.lora.aware
     modules = needed(job.shape.config, packed, kind, aware=aware)
     kernels.prepare(modules, limit, private_nbytes())
     free = math.inf if limit is None else limit - private_nbytes()
-    speed, tokens = _speed(job, say, free)
+    speed, tokens = _speed(job, report, free)
     settle()
-    found, sampled = _found(settings, say), settings.sample_every > 0
-    job = job if found is None else _continued(job, found)
+    checkpoint, sampled = _found(settings, report), settings.sample_every > 0
+    job = job if checkpoint is None else _continued(job, checkpoint)
     tokenizer = job.subject.tokenizer() if sampled else None
-    taken = loaded(modules, free)
-    request = Request(
+    module_memory = loaded(modules, free)
+    request = _request(settings, job, speed, module_memory, limit, checkpoint is not None, runs)
+    request = replace(request, target=_spread(settings, job.shape, request, report))
+    job, plans, request = _planned(job, request, decided, report)
+    min_budget = partial(_least, plans, job.shape, request, report)
+    job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
+    crowd = settings.nproc * kernels.threads() / kernels.COUNT  # threads of them all on a core
+    time_over_link = partial(shared, plans, speed.slower(max(crowd, 1.0)))
+    run = job, plans, speed, seconds, tokens, limit, tokenizer, checkpoint
+    return Ready(*run, min_budget, command, time_over_link)
+
+
+def _request(
+    settings: RunSettings,
+    job: Job,
+    speed: Rates,
+    module_memory: Loaded,
+    limit: int | None,
+    resumes: bool,
+    runs: bool,
+) -> Request:
+    """What a plan of the job must keep to, in this process as it is now."""
+    return Request(
         job.optimizer,
         speed,
-        private_nbytes() + taken.to_come,
-        job.config.context_length if sampled else 0,
+        private_nbytes() + module_memory.to_come,
+        job.config.context_length if settings.sample_every > 0 else 0,
         settings.target,
         settings.recompute,
         {**settings.target.limits, **({} if limit is None else {HOST: limit})},
-        found is not None,
-        taken,
+        resumes,
+        module_memory,
         runs,
     )
-    request = replace(request, target=_spread(settings, job.shape, request, say))
-    job, plans, request = _planned(job, request, decided, say)
-    least = partial(_least, plans, job.shape, request, say)
-    job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
-    crowd = settings.nproc * kernels.threads() / kernels.COUNT  # threads of them all on a core
-    over = partial(shared, plans, speed.slower(max(crowd, 1.0)))
-    return Ready(job, plans, speed, seconds, tokens, limit, tokenizer, found, least, command, over)
 
 
 def _planned(
-    job: Job, request: Request, decided: tuple[StepShape, bool] | None, say: Say
+    job: Job, request: Request, decided: tuple[StepShape, bool] | None, report: Say
 ) -> tuple[Job, Plans, Request]:
     """The plans with moments beside their weights or in the process's memory: as asked, or what fits and is faster.
 
@@ -204,103 +221,110 @@ def _planned(
         shape, moved = decided
         request = request.offloaded(shape) if moved else request
         return replace(job, offloaded=moved), followed(shape, request), request
-    asked = job.settings.offload
-    request = replace(request, offload=ACTIVATIONS[asked])
-    away = request.offloaded(job.shape)
-    if away.target == request.target:
-        return replace(job, offloaded=False), planned(job.shape, request, say), request
-    ways = {False: request, True: away}
-    if job.offloaded is not None or asked != "auto":
-        chosen = asked in ("moments", "all") if job.offloaded is None else job.offloaded
-        return replace(job, offloaded=chosen), planned(job.shape, ways[chosen], say), ways[chosen]
-    found = {False: planned(job.shape, request, say)}
-    if found[False].refusal or found[False].shape != job.shape:
-        found[True] = planned(job.shape, away, say)
+    offload_mode = job.settings.offload
+    request = replace(request, offload=ACTIVATIONS[offload_mode])
+    offloaded_request = request.offloaded(job.shape)
+    if offloaded_request.target == request.target:
+        return replace(job, offloaded=False), planned(job.shape, request, report), request
+    requests = {False: request, True: offloaded_request}
+    if job.offloaded is not None or offload_mode != "auto":
+        chosen = offload_mode in ("moments", "all") if job.offloaded is None else job.offloaded
+        return (
+            replace(job, offloaded=chosen),
+            planned(job.shape, requests[chosen], report),
+            requests[chosen],
+        )
+    candidates = {False: planned(job.shape, request, report)}
+    if candidates[False].refusal or candidates[False].shape != job.shape:
+        candidates[True] = planned(job.shape, offloaded_request, report)
 
-    def worth(way: bool) -> tuple[bool, float]:
-        plans = found[way]
-        refused, taken = plans.refusal is not None, map(plans.nbytes_in, plans.spaces)
-        return refused, sum(taken) if refused else plans.seconds(request.rates)
+    def worth(is_offloaded: bool) -> tuple[bool, float]:
+        plans = candidates[is_offloaded]
+        refused, nbytes = plans.refusal is not None, map(plans.nbytes_in, plans.spaces)
+        return refused, sum(nbytes) if refused else plans.seconds(request.rates)
 
-    best = min(found, key=worth)
+    best = min(candidates, key=worth)
     if best:
-        say("the optimizer's moments stay in this process's memory (--offload)")
-    return replace(job, offloaded=best), found[best], ways[best]
+        report("the optimizer's moments stay in this process's memory (--offload)")
+    return replace(job, offloaded=best), candidates[best], requests[best]
 
 
-def _spread(settings: RunSettings, shape: StepShape, request: Request, say: Say) -> Target:
+def _spread(settings: RunSettings, shape: StepShape, request: Request, report: Say) -> Target:
     """Where the leaves of the model live. Raises InputError."""
-    found = settings.spread.over(shape, request)
+    target = settings.spread.over(shape, request)
     if settings.gpu_layers == AUTO:
-        there = sum(name.startswith("cache.") for name in found.homes)
-        say(f"--gpu-layers auto: {there} of {plural(shape.config.block_count, 'block')}")
-    return found
+        num_blocks = sum(name.startswith("cache.") for name in target.homes)
+        report(f"--gpu-layers auto: {num_blocks} of {plural(shape.config.block_count, 'block')}")
+    return target
 
 
-def _least(plans: Plans, shape: StepShape, request: Request, say: Say) -> int:
-    return enough(plans) if plans.refusal else minimum(shape, request, say)
+def _least(plans: Plans, shape: StepShape, request: Request, report: Say) -> int:
+    return enough(plans) if plans.refusal else minimum(shape, request, report)
 
 
-def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say) -> Job:
+def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], report: Say) -> Job:
     """The checked job of the settings. Raises InputError."""
     check_effects(settings)
     _ = settings.spread  # raises InputError before data is read
     if settings.threads:
         _set_threads(settings.threads)
-    job = build_job(settings, say)
+    job = build_job(settings, report)
     check_validation(settings, job.valid is not None)
     count = -(-job.steps // (job.steps_per_eval or job.steps or 1))
     if job.valid is not None and count <= settings.patience and job.steps:
-        say(
+        report(
             f"--patience {settings.patience} cannot act: this run validates {plural(count, 'time')};"
             " --steps-per-eval N validates more often"
         )
     return job
 
 
-def _speed(job: Job, say: Say, free: float) -> tuple[Rates, int]:
+def _speed(job: Job, report: Say, free: float) -> tuple[Rates, int]:
     """The rates of this machine for the job's data, and the tokens that its first step trains on."""
-    again, target = job.settings.measure_speed, job.settings.target
+    remeasure, target = job.settings.measure_speed, job.settings.target
     if not target.private and job.settings.offload != "none":  # moments may be updated on the cpu
         target = replace(target, homes={**target.homes, "moment": cpu})
-    rates = rates_apart(again, say, packed_types(job.shape), free, target)
+    rates = rates_apart(remeasure, report, packed_types(job.shape), free, target)
     data = job.glimpse()
     positions = job.shape.positions
     tokens = learnt(data, positions)
     return rates.seeing(seen(data), tokens / positions), tokens
 
 
-def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
+def _found(settings: RunSettings, report: Say) -> Checkpoint | None:
     """The checkpoint to resume from; None if there is none yet."""
-    return load(settings.folder / CHECKPOINT, say) if settings.resume else None
+    return load(settings.folder / CHECKPOINT, report) if settings.resume else None
 
 
-def _continued(job: Job, found: Checkpoint) -> Job:
+def _continued(job: Job, checkpoint: Checkpoint) -> Job:
     """The job with the order of the data and the micro-batches of its checkpoint."""
-    again, progress = job.settings.force_reshuffle, found.progress
-    job.train.key = progress.step if again else progress.shuffled
-    moved = bool(found.about.get("offloaded"))
-    return replace(job, shape=resumed(job.shape, found.about), offloaded=moved)
+    reshuffle, progress = job.settings.force_reshuffle, checkpoint.progress
+    job.train.key = progress.step if reshuffle else progress.shuffled
+    moved = bool(checkpoint.about.get("offloaded"))
+    return replace(job, shape=resumed(job.shape, checkpoint.about), offloaded=moved)
 
 
-def resumed(shape: StepShape, begun: Mapping[str, Any]) -> StepShape:
+def resumed(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepShape:
     """The shape with the micro-batch and chunk of the checkpoint, which fix the order of floating-point additions."""
-    rows, chunk = int(begun.get("rows", shape.rows)), int(begun.get("chunk", shape.chunk))
+    rows, chunk = (
+        int(checkpoint_info.get("rows", shape.rows)),
+        int(checkpoint_info.get("chunk", shape.chunk)),
+    )
     if (shape.rows * shape.micros) % rows:
         return shape  # other settings: `check_compatible` reports it
-    micros, layered = shape.rows * shape.micros // rows, bool(begun.get("layered", False))
+    micros, layered = shape.rows * shape.micros // rows, bool(checkpoint_info.get("layered", False))
     return replace(
         shape, rows=rows, micros=micros, chunk=chunk, layered=layered and not shape.apart
     )
 
 
-def facts(ready: Ready, measured: int | None = None) -> dict[str, Any]:
+def facts(run_plan: Ready, measured: int | None = None) -> dict[str, Any]:
     """Labels for pictures of the plan; `measured` is the peak of a finished run."""
-    target = ready.plans.target
+    target = run_plan.plans.target
     return {
-        "title": ready.job.title,
-        "budget_nbytes": target.limit if target.apart else ready.budget,
-        "rows": parts(ready.plans, target.space),
+        "title": run_plan.job.title,
+        "budget_nbytes": target.limit if target.apart else run_plan.budget,
+        "rows": parts(run_plan.plans, target.space),
         "measured": None if target.apart else measured,
         "space": target.space,
     }

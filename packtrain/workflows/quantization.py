@@ -80,7 +80,7 @@ class Written:
 
 def quantize(settings: Quantize, events: Events) -> Written:
     """Write the file. Raises InputError, for values only after writing began."""
-    began, mix = time.perf_counter(), _mix(settings)
+    start_time, mix = time.perf_counter(), _mix(settings)
     gguf = GGUF(settings.model)
     types = types_of(
         gguf,
@@ -116,8 +116,8 @@ def quantize(settings: Quantize, events: Events) -> Written:
     before, after = (sum(t.nbytes for t in part.values()) for part in (gguf.entries, converted))
     weights = sum(math.prod(entry.shape) for entry in gguf.entries.values())
     changed = sum(types[name] != entry.dtype for name, entry in gguf.entries.items())
-    took = time.perf_counter() - began
-    return Written(settings.output, changed, len(types), before, after, weights, took)
+    seconds = time.perf_counter() - start_time
+    return Written(settings.output, changed, len(types), before, after, weights, seconds)
 
 
 def _alike(gguf: GGUF, types: Mapping[str, Dtype]) -> dict[str, np.ndarray]:
@@ -157,21 +157,21 @@ def _mix(settings: Quantize) -> Mix:
 def metadata(gguf: GGUF, mix: Mix) -> dict[str, Value]:
     """The metadata of the file, with the keys that describe the stored types replaced."""
     numbers = {FILE_TYPE: mix.number, VERSION: QUANTIZATION_VERSION}
-    kept = {key: value for key, value in gguf.values.items() if key not in DROPPED}
-    return kept | {key: Value("u32", number) for key, number in numbers.items()}
+    retained = {key: value for key, value in gguf.values.items() if key not in DROPPED}
+    return retained | {key: Value("u32", number) for key, number in numbers.items()}
 
 
 def writable_dtype(
-    name: str | None, field: str, among: tuple[Dtype, ...] = WRITABLE
+    name: str | None, field: str, allowed: tuple[Dtype, ...] = WRITABLE
 ) -> Dtype | None:
     """The element type of this name, None for None. Raises InputError for one that cannot be written."""
     if name is None:
         return None
-    found = next((dtype for dtype in among if dtype.name.lower() == name.lower()), None)
-    if found is None:
-        known = ", ".join(map(str, among))
-        raise InputError(f"{field}: {name} is unknown; it must be one of {known}")
-    return found
+    match = next((dtype for dtype in allowed if dtype.name.lower() == name.lower()), None)
+    if match is None:
+        choices = ", ".join(map(str, allowed))
+        raise InputError(f"{field}: {name} is unknown; it must be one of {choices}")
+    return match
 
 
 def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
@@ -185,48 +185,57 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
         read += import_module("packtrain.data.text.text_streams").data_files(settings.calibrate)
     check_output(settings.output, "output", read, settings.overwrite)
     for name, entry in gguf.entries.items():
-        stored, wanted = entry.dtype, types[name]
-        if stored is wanted:
+        stored, new_dtype = entry.dtype, types[name]
+        if stored is new_dtype:
             continue
         if stored not in READABLE:
             raise InputError(f"{gguf.path}: {name} is {stored}, which cannot be converted")
-        if stored.quantized and wanted is not f32 and not settings.allow_requantize:
+        if stored.quantized and new_dtype is not f32 and not settings.allow_requantize:
             raise InputError(
                 f"{gguf.path}: {name} is already quantized, to {stored}; use the original, or "
                 "--allow-requantize, which loses more"
             )
-        if entry.shape[-1] % wanted.block:
+        if entry.shape[-1] % new_dtype.block:
             raise InputError(
-                f"{gguf.path}: rows of {name} have {entry.shape[-1]} values; {wanted} packs {wanted.block} each"
+                f"{gguf.path}: rows of {name} have {entry.shape[-1]} values; {new_dtype} packs {new_dtype.block} each"
             )
 
 
 def _maker(
-    gguf: GGUF, entry: Entry, dtype: Dtype, usual: Dtype, weights: np.ndarray | None, events: Events
+    gguf: GGUF,
+    entry: Entry,
+    dtype: Dtype,
+    default_dtype: Dtype,
+    weights: np.ndarray | None,
+    events: Events,
 ) -> Callable[[], Iterator[np.ndarray]]:
     """A generator that converts a tensor part by part when it is written, and reports the result."""
-    where = f"{gguf.path}: {entry.name}"
+    location = f"{gguf.path}: {entry.name}"
 
     def done(error: float) -> None:
         width = entry.shape[-1] if entry.shape else 1
-        narrow = f"  rows of {width} do not fill blocks of {usual}" if width % usual.block else ""
-        events.row(line(entry, dtype, error) + narrow)
+        narrow = f"  rows of {width} do not fill blocks of {default_dtype}"
+        events.row(line(entry, dtype, error) + narrow * bool(width % default_dtype.block))
 
     def kept() -> Iterator[np.ndarray]:
         for part in _parts(gguf.array(entry.name)):
             # types that cannot be read are only copied
             if entry.dtype in READABLE and not math.isfinite(squares(_floats(part))):
-                raise InputError(f"{where} has values that are not finite; all must be")
+                raise InputError(f"{location} has values that are not finite; all must be")
             yield part
         events.row(line(entry, dtype))
 
     def converted() -> Iterator[np.ndarray]:
         array = gguf.array(entry.name)
         if weights is None:
-            return packed(where, map(_floats, _parts(array)), dtype, done)
+            return packed(location, map(_floats, _parts(array)), dtype, done)
         stack = zip(array.reshape(len(weights), -1, array.shape[-1]), weights, strict=True)
-        parts = (Weighed(_floats(part), own) for some, own in stack for part in _parts(some))
-        return packed(where, parts, dtype, done)
+        parts = (
+            Weighed(_floats(part), matrix_weights)
+            for matrix, matrix_weights in stack
+            for part in _parts(matrix)
+        )
+        return packed(location, parts, dtype, done)
 
     return kept if dtype == entry.dtype else converted
 
@@ -246,9 +255,9 @@ def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def line(entry: Entry, dtype: Dtype, error: float | None = None) -> str:
     """A table row of a tensor: name, shape, types, sizes and error (None if it was copied)."""
-    what = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
+    prefix = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
     if error is None:
-        return f"{what} kept {entry.nbytes / MIB:18.2f} MiB"
+        return f"{prefix} kept {entry.nbytes / MIB:18.2f} MiB"
     after = tensor_nbytes(entry.shape, dtype)
     sizes = f"{entry.nbytes / MIB:8.2f} -> {after / MIB:.2f} MiB"
-    return f"{what} -> {dtype!s:5} {sizes}  error {error:.2%}"
+    return f"{prefix} -> {dtype!s:5} {sizes}  error {error:.2%}"

@@ -43,17 +43,17 @@ class Told(Events):
             self.board.message(f"question: {a.question}\n  base: {a.base}\n  tuned: {a.tuned}")
         self.events.answers(answers)
 
-    def plan(self, ready: Any) -> None:
-        self.board.message(ready.ended or "\n".join([str(ready), *ready.notes]))
-        self.events.plan(ready)
+    def plan(self, run_plan: Any) -> None:
+        self.board.message(run_plan.ended or "\n".join([str(run_plan), *run_plan.notes]))
+        self.events.plan(run_plan)
 
     @contextmanager
-    def counting(self, what: str, part: str) -> Iterator[Counted]:
+    def counting(self, label: str, part: str) -> Iterator[Counted]:
         def counted(done: int, total: int, *texts: str) -> None:
-            self.board.doing = f"{what}: {part} {done:,} of {total:,}"
+            self.board.doing = f"{label}: {part} {done:,} of {total:,}"
             count(done, total, *texts)
 
-        with self.events.counting(what, part) as count:
+        with self.events.counting(label, part) as count:
             try:
                 yield counted
             finally:
@@ -104,6 +104,6 @@ def room(settings: RunSettings, runs: bool) -> Iterator[None]:
         yield
         return
     serving().address(settings.watch)  # refuses what is none
-    held = bytearray(b"\1") * (ROOM_NBYTES + (0 if runs else STARTED_NBYTES))
+    placeholder = bytearray(b"\1") * (ROOM_NBYTES + (0 if runs else STARTED_NBYTES))
     yield
-    del held
+    del placeholder

@@ -1,6 +1,7 @@
 """A training run from its settings to its result: planned, run, stopped, resumed.
 
-`workflows.training_run` and `workflows.finetuning` give what they do differently as functions. Progress is reported to `Events`.
+`workflows.training_run` and `workflows.finetuning` give what they do differently as functions. Progress is
+reported to `Events`.
 """
 
 import math
@@ -55,7 +56,7 @@ def carry_out(
     prepare: Prepare,
     events: Events,
     before: Callable[[Fit, Events, Callable[[], bool]], None] = lambda fit, events, stopped: None,
-    after: Callable[[Ready, Progress, Events], None] = lambda prepared, progress, events: None,
+    after: Callable[[Ready, Progress, Events], None] = lambda run_plan, progress, events: None,
 ) -> Trained:
     """A run from its settings to its end. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
 
@@ -83,21 +84,21 @@ def _joined(
 ) -> Trained:
     """The run, as one of its ranks."""
     yaml()  # which writes the settings: now, not inside the plan's memory
-    with watched(settings, events) as (events, show, ended):
-        prepared = prepare(settings, events.message)
-        check_alike(prepared)
-        if settings.resume and prepared.found is None:
+    with watched(settings, events) as (events, show, report_end):
+        run_plan = prepare(settings, events.message)
+        check_alike(run_plan)
+        if settings.resume and run_plan.found is None:
             events.notice(f"{settings.folder} has no checkpoint yet: starting at step 1")
-        _begin(prepared, events)
-        train = partial(_train, settings, prepared, before, events, show)
-        result = _carry_out(settings, prepared, train, events, after)
-        ended(result.output, result.stopped)
+        _begin(run_plan, events)
+        train = partial(_train, settings, run_plan, before, events, show)
+        result = _carry_out(settings, run_plan, train, events, after)
+        report_end(result.output, result.stopped)
         return result
 
 
 def _carry_out(
     settings: RunSettings,
-    prepared: Ready,
+    run_plan: Ready,
     train: Callable[[], Trained],
     events: Events,
     after: Callable[[Ready, Progress, Events], None],
@@ -105,101 +106,101 @@ def _carry_out(
     """All that comes after planning; but for the steps, it is done by rank 0."""
     if here().rank:
         return train()
-    folder, resume = settings.folder, prepared.resume
+    folder, resume = settings.folder, run_plan.resume
     folder.mkdir(exist_ok=True)
     with locked(folder / "lock", f"--output: {folder}"), resumable(folder / CHECKPOINT, resume):
         result = train()
         if result.stopped:
             return result
         settle()
-        drawn = facts(prepared, result.peak_nbytes)
-        write_text(folder / "plan.html", page(prepared.plans.largest, **drawn))
+        drawn = facts(run_plan, result.peak_nbytes)
+        write_text(folder / "plan.html", page(run_plan.plans.largest, **drawn))
         for line in _report(result):
             events.message(line)
         try:
-            after(prepared, result.progress, events)
+            after(run_plan, result.progress, events)
         except (KeyboardInterrupt, Interrupted):
             events.notice(f"stopped after the last step, which is saved; finish with: {resume}")
             return replace(result, stopped=True)
     return result
 
 
-def _begin(prepared: Ready, events: Events) -> None:
+def _begin(run_plan: Ready, events: Events) -> None:
     """Report the plan, or raise why the run cannot start."""
-    if prepared.refusal is not None:
-        raise DoesNotFit(prepared.refusal)
-    events.plan(prepared)
-    total, there = prepared.planned_nbytes, total_nbytes()
-    if total > there:
+    if run_plan.refusal is not None:
+        raise DoesNotFit(run_plan.refusal)
+    events.plan(run_plan)
+    total, available_nbytes = run_plan.planned_nbytes, total_nbytes()
+    if total > available_nbytes:
         raise DoesNotFit(
-            f"this needs {size_text(total)} and there are {size_text(there)}; "
+            f"this needs {size_text(total)} and there are {size_text(available_nbytes)}; "
             "--memory SIZE finds ways to need less"
         )
-    if prepared.found is not None:
-        check_compatible(prepared.job, prepared.found, events.message)
-    check_space(prepared.job, prepared.plans, prepared.files)
+    if run_plan.found is not None:
+        check_compatible(run_plan.job, run_plan.found, events.message)
+    check_space(run_plan.job, run_plan.plans, run_plan.files)
 
 
 def _train(
     settings: RunSettings,
-    prepared: Ready,
+    run_plan: Ready,
     before: Callable[[Fit, Events, Callable[[], bool]], None],
     events: Events,
     show: Show,
 ) -> Trained:
     """All steps, up to the last or a stop."""
-    folder, total, job = settings.folder, prepared.planned_nbytes, prepared.job
+    folder, total, job = settings.folder, run_plan.planned_nbytes, run_plan.job
     writes = here().rank == 0
     if writes:
-        _begin_folder(settings, prepared)
+        _begin_folder(settings, run_plan)
     with (
         events.stopping() as stopped,
         Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
-        events.training(job.steps, total, settings.steps_per_report, prepared.budget),
+        events.training(job.steps, total, settings.steps_per_report, run_plan.budget),
     ):
         show(folder, lambda: watch.peak.nbytes)
-        if not _taught(prepared, folder, events, stopped):
-            return Trained(settings.output, folder, prepared, Progress(), watch.peak.nbytes, True)
-        engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
-        fit = Fit(job, engine, folder, timed(prepared), events=events)
-        if prepared.tokenizer is not None and writes:
-            fit.sample = partial(_sample, job, engine, prepared.tokenizer)
+        if not _taught(run_plan, folder, events, stopped):
+            return Trained(settings.output, folder, run_plan, Progress(), watch.peak.nbytes, True)
+        engine = Engine(run_plan.plans, job.optimizer, job.subject.shared(), settings.seed)
+        fit = Fit(job, engine, folder, timed(run_plan), events=events)
+        if run_plan.tokenizer is not None and writes:
+            fit.sample = partial(_sample, job, engine, run_plan.tokenizer)
         try:
             refer(job, engine, folder, events, stopped)
-            fit.begin(prepared.found)
+            fit.begin(run_plan.found)
             watch.resume(fit.progress.step)
-            if prepared.found is None:
+            if run_plan.found is None:
                 before(fit, events, stopped)
             settle()  # filling the weights took megabytes
             fit.go(watch, stopped)
         except Interrupted as error:
-            events.notice(f"{error}; continue with: {prepared.resume}")
-            return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, True)
+            events.notice(f"{error}; continue with: {run_plan.resume}")
+            return Trained(settings.output, folder, run_plan, fit.progress, watch.peak.nbytes, True)
         if writes:
             fit.finish()
-            watch.end(_end(fit, prepared, watch))
+            watch.end(_end(fit, run_plan, watch))
         peak = watch.peak.nbytes
-        return Trained(settings.output, folder, prepared, fit.progress, peak, False)
+        return Trained(settings.output, folder, run_plan, fit.progress, peak, False)
 
 
-def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[], bool]) -> bool:
+def _taught(run_plan: Ready, folder: Path, events: Events, stopped: Callable[[], bool]) -> bool:
     """What a teacher says, and texts of the base, are there before the memory of the run is taken; not if stopped."""
-    if not prepared.job.steps:
+    if not run_plan.job.steps:
         return True
     try:
-        teach(prepared.job, folder, prepared.budget, events, stopped)
-        write_texts(prepared.job, folder, prepared.budget, events, stopped)
+        teach(run_plan.job, folder, run_plan.budget, events, stopped)
+        write_texts(run_plan.job, folder, run_plan.budget, events, stopped)
     except Interrupted as error:
-        events.notice(f"{error}; continue with: {prepared.resume}")
+        events.notice(f"{error}; continue with: {run_plan.resume}")
         return False
     return True
 
 
-def timed(prepared: Ready) -> Callable[[float, int], str | None]:
+def timed(run_plan: Ready) -> Callable[[float, int], str | None]:
     """What each step's seconds are told: see `pace`. Those of several processes say nothing of this machine's rates."""
     if here().size > 1:
         return lambda seconds, left: None
-    return pace(prepared.seconds, partial(correct, target=prepared.job.settings.target))
+    return pace(run_plan.seconds, partial(correct, target=run_plan.job.settings.target))
 
 
 def _share_cores(ranks: int) -> None:
@@ -235,32 +236,34 @@ def _check(settings: RunSettings) -> None:
         )
 
 
-def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
+def _begin_folder(settings: RunSettings, run_plan: Ready) -> None:
     """Create the run folder with settings and plan; removes files of an earlier run unless it is resumed."""
     folder = settings.folder
     for torn in (*folder.glob(".*.part"), *folder.parent.glob(f".{settings.output.name}.*.part")):
         torn.unlink(missing_ok=True)
     if not settings.resume:
-        kept = (s.replace("ITERATION", "*") for s in (settings.save_name, settings.save_model) if s)
-        own = (
+        saved_patterns = (
+            s.replace("ITERATION", "*") for s in (settings.save_name, settings.save_model) if s
+        )
+        run_patterns = (
             "checkpoint*.gguf", "best.gguf", "metrics.jsonl", ANSWERS, "samples.jsonl", "reference.npz",
             "events.*", "*.svg",
         )  # fmt: skip
-        for pattern in (*own, *kept):
+        for pattern in (*run_patterns, *saved_patterns):
             for file in folder.glob(pattern):
                 file.unlink()
     paths: dict[str, Any] = {
         name: value.absolute()
-        for name, value in vars(prepared.job.settings).items()
+        for name, value in vars(run_plan.job.settings).items()
         if isinstance(value, Path) and name != "output"
     }
     shown = replace(
-        prepared.job.settings, resume=False, overwrite=False, force_reshuffle=False, **paths
+        run_plan.job.settings, resume=False, overwrite=False, force_reshuffle=False, **paths
     )
     write_text(folder / "run.yaml", to_yaml(shown))
-    write_text(folder / "run.json", prepared.about())
-    write_text(folder / "plan.json", prepared.json())
-    write_text(folder / "plan.html", page(prepared.plans.largest, **facts(prepared)))
+    write_text(folder / "run.json", run_plan.about())
+    write_text(folder / "plan.json", run_plan.json())
+    write_text(folder / "plan.html", page(run_plan.plans.largest, **facts(run_plan)))
     settle()  # drawing a large plan took megabytes
 
 
@@ -276,24 +279,24 @@ def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
     return f"{SAMPLE}{job.settings.sample_prompt}{''.join(reply)}"
 
 
-def _end(fit: Fit, prepared: Ready, watch: Watch) -> dict[str, Any]:
-    apart = devices(prepared.plans)
-    found = {
+def _end(fit: Fit, run_plan: Ready, watch: Watch) -> dict[str, Any]:
+    device_peaks = devices(run_plan.plans)
+    summary = {
         "step": fit.progress.step,
-        "planned_bytes": prepared.planned_nbytes,
+        "planned_bytes": run_plan.planned_nbytes,
         "peak_bytes": watch.peak.nbytes,
         "baseline_bytes": watch.peak.baseline,
     }
-    return found | ({"devices": apart} if apart else {})
+    return summary | ({"devices": device_peaks} if device_peaks else {})
 
 
 def devices(plans: Plans) -> dict[str, dict[str, int]]:
     """The most bytes that were taken of memories which know it, beside what was planned."""
-    there = {b.space: b.taken for b in plans.target.every}
+    peaks = {b.space: b.taken for b in plans.target.every}
     return {
-        space: {"planned_bytes": plans.nbytes_in(space), "peak_bytes": taken}
-        for space, taken in there.items()
-        if taken is not None
+        space: {"planned_bytes": plans.nbytes_in(space), "peak_bytes": peak_nbytes}
+        for space, peak_nbytes in peaks.items()
+        if peak_nbytes is not None
     }
 
 
@@ -303,8 +306,8 @@ def _report(done: Trained) -> Iterator[str]:
         f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'learnt token')} in"
         f" {clock(progress.seconds)}; {memory_text(done.peak_nbytes, done.plan.planned_nbytes, done.plan.budget)}"
     )
-    for space, of in devices(done.plan.plans).items():
-        planned, peak = of["planned_bytes"], of["peak_bytes"]
+    for space, usage in devices(done.plan.plans).items():
+        planned, peak = usage["planned_bytes"], usage["peak_bytes"]
         yield f"the memory of {space}: peak {size_text(peak)}, planned {size_text(planned)}" + (
             ": PyTorch took more there than was planned; give a smaller --device-memory where it must not"
             if peak > planned
@@ -313,12 +316,13 @@ def _report(done: Trained) -> Iterator[str]:
     if not progress.step:
         yield "the result is untouched: --iters 0 takes no step"
     elif job.valid is not None:
-        several = 0 < job.steps_per_eval < progress.step
-        yield outcome(progress, bool(job.settings.patience), several)
-    right, ends = done.ends
-    if right < MOST_END * ends:
+        multiple_evals = 0 < job.steps_per_eval < progress.step
+        yield outcome(progress, bool(job.settings.patience), multiple_evals)
+    num_right, num_ends = done.ends
+    if num_right < MOST_END * num_ends:
         yield (
-            f"of {plural(ends, 'validation answer')} the model would end {right} where they end: it may not stop "
+            f"of {plural(num_ends, 'validation answer')} the model would end {num_right}"
+            " where they end: it may not stop "
             "writing; train longer (--epochs, --iters) or with a larger --lr"
         )
     yield f"the run is in {done.folder}, its curve in {done.folder / 'loss.svg'}"
@@ -334,8 +338,8 @@ def outcome(progress: Progress, best: bool, several: bool = True) -> str:
     if not math.isfinite(progress.best):
         return f"the result is {last}, the last; no validation loss was finite"
     if not progress.best_step or not math.isfinite(progress.last):  # from an older checkpoint
-        of = "the step with the lowest validation loss" if best else f"{last}, the last"
-        return f"the result is {of}; lowest validation loss {progress.best:.4f}"
+        source = "the step with the lowest validation loss" if best else f"{last}, the last"
+        return f"the result is {source}; lowest validation loss {progress.best:.4f}"
     if progress.best == progress.last:
         rank = "the last and best" if several else "the last"
         return f"the result is {last}, {rank}: validation loss {progress.best:.4f}"

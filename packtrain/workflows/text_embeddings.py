@@ -70,8 +70,8 @@ def embed(settings: Embed, events: Events) -> Embedded:
     model = opened(settings, events.message)
     pooling = settings.pooling or pooling_of(model)
     ids = _encoded(model.tokenizer(), texts)
-    most = settings.ctx or model.config.context_length
-    check_texts(ids, most)
+    max_tokens = settings.ctx or model.config.context_length
+    check_texts(ids, max_tokens)
     longest = settings.ctx or max(map(len, ids))
     check_context(model.config, longest, events.message)
     cells, sequences = room([len(text) for text in ids])
@@ -81,14 +81,14 @@ def embed(settings: Embed, events: Events) -> Embedded:
         target=target(settings.device), longest=longest,
     )  # fmt: skip
     vectors = list[np.ndarray]()
-    with events.counting("embedding", "text") as told, events.stopping() as stopped:
+    with events.counting("embedding", "text") as report_progress, events.stopping() as stopped:
         for vector in embeddings(context, ids, pooling):
             if stopped():
                 raise Interrupted(
                     f"stopped after {len(vectors)} of {len(ids)} texts, without a result"
                 )
             vectors.append(normalized(vector, settings.embd_normalize))
-            told(len(vectors), len(ids))
+            report_progress(len(vectors), len(ids))
     return Embedded(np.stack(vectors), tuple(map(len, ids)), pooling)
 
 

@@ -85,9 +85,9 @@ def generate(settings: Generate, events: Events) -> Generated:
     if settings.warmup:
         warm(model, events)
     sequences = max(settings.parallel, settings.num_beams)
-    size, most = _sizes(settings, len(ids), sequences, model.config, events)
+    size, total_cells = _sizes(settings, len(ids), sequences, model.config, events)
     generator = generation_settings.load_generator(
-        settings, model, most, sequences=sequences, longest=size
+        settings, model, total_cells, sequences=sequences, longest=size
     )
     seed = settings.drawn_seed()
     if settings.num_beams:
@@ -100,8 +100,8 @@ def generate(settings: Generate, events: Events) -> Generated:
         return several(settings, generator.context, tokenizer, ids, seed, grammar, size, events)
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
-        how = drafter(settings, model, most), settings.draft_max, grammar
-        reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *how)
+        options = drafter(settings, model, total_cells), settings.draft_max, grammar
+        reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *options)
         if settings.display_prompt:
             events.text(prompt)
         return generation_settings.written(reply, seed, events)
@@ -112,12 +112,14 @@ def _sizes(
 ) -> tuple[int, int]:
     """The most tokens of one text, and of all together, which share the prompt."""
     count = settings.n_predict
-    wanted = CONTEXT if count < 0 else prompt + count
-    size = cells(settings, config, max(wanted, prompt + 1), events)
+    num_tokens = CONTEXT if count < 0 else prompt + count
+    size = cells(settings, config, max(num_tokens, prompt + 1), events)
     if settings.ctx is not None or count < 0:
         return size, size
-    every = size + (sequences - 1) * max(size - prompt, 0)
-    return size, max(size, min(every, config.context_length)) if settings.num_beams else every
+    total_size = size + (sequences - 1) * max(size - prompt, 0)
+    return size, max(
+        size, min(total_size, config.context_length)
+    ) if settings.num_beams else total_size
 
 
 def several(
@@ -132,23 +134,24 @@ def several(
 ) -> Generated:
     """--parallel answers, each with the seed after that of the one before."""
     seeds = [(seed + n) % (MOST_SEED + 1) for n in range(settings.parallel)]
-    begun = -1
+    current = -1
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
-        how = settings.sampling, seeds, limits, grammar, size
-        answers = Answers(context, tokenizer, ids, *how)
+        options = settings.sampling, seeds, limits, grammar, size
+        answers = Answers(context, tokenizer, ids, *options)
         for number, piece in answers:
-            if number > begun:
-                begun = number
+            if number > current:
+                current = number
                 events.text(
                     f"{chr(10) * 2 * (number > 0)}--- {number + 1}, seed {seeds[number]} ---\n"
                 )
             events.text(piece)
     speeds = answers.reading, answers.writing
-    first, *others = (
-        Generated(one.text, tuple(one.ids), one.ended, one.seed, *speeds) for one in answers.every
+    first, *other_answers = (
+        Generated(answer.text, tuple(answer.ids), answer.ended, answer.seed, *speeds)
+        for answer in answers.every
     )
-    return replace(first, others=tuple(others))
+    return replace(first, others=tuple(other_answers))
 
 
 def _check_beams(settings: Generate) -> None:
@@ -172,19 +175,19 @@ def searched(
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)
         beams = Beams(context, tokenizer, ids, search, limits)
-        found = beams.run()
-    made = list[Generated]()
-    for number, beam in enumerate(found):
+        best_beams = beams.run()
+    results = list[Generated]()
+    for number, beam in enumerate(best_beams):
         text, score = beams.text(beam), beam.score(search.penalty)
         speeds = beams.reading, beams.writing
-        made.append(Generated(text, beam.ids, beam.ended, 0, *speeds, score=score))
+        results.append(Generated(text, beam.ids, beam.ended, 0, *speeds, score=score))
         if settings.parallel > 1:
             begin = "\n\n" * (number > 0)
             events.text(f"{begin}--- {number + 1}, score {score:.4f} ---\n")
         elif settings.display_prompt:
             events.text(prompt)
         events.text(text)
-    return replace(made[0], others=tuple(made[1:]))
+    return replace(results[0], others=tuple(results[1:]))
 
 
 def _prompt(settings: Generate) -> str:

@@ -14,6 +14,6 @@ def train(settings: TrainSettings, events: Events) -> Trained:
     return carry_out(settings, prepare, events)
 
 
-def prepare(settings: TrainSettings, say: Say, runs: bool = True) -> Ready:
+def prepare(settings: TrainSettings, report: Say, runs: bool = True) -> Ready:
     """The run with its plan, see `ready`. Raises InputError."""
-    return ready("train", settings, build_job, say, runs)
+    return ready("train", settings, build_job, report, runs)

@@ -112,8 +112,8 @@ class Inside(Events):
         self.events = events
 
     @contextmanager
-    def counting(self, what: str, part: str) -> Iterator[Counted]:
-        with self.events.counting(what, part) as counted:
+    def counting(self, label: str, part: str) -> Iterator[Counted]:
+        with self.events.counting(label, part) as counted:
             yield counted
 
 
@@ -122,12 +122,12 @@ def choose(settings: Choose, events: Events) -> Chosen:
     _check(settings)
     output = settings.output.resolve()
     remove_parts(output.parent)
-    trial, whole = (output.with_name(f".{output.name}.{n}.{os.getpid()}.part") for n in "ab")
+    trial, merged_path = (output.with_name(f".{output.name}.{n}.{os.getpid()}.part") for n in "ab")
     try:
         with atomic_path(output) as best:
-            return _tried(settings, events, trial, best, whole)
+            return _tried(settings, events, trial, best, merged_path)
     finally:
-        for path in (trial, whole):
+        for path in (trial, merged_path):
             path.unlink(missing_ok=True)
 
 
@@ -135,26 +135,26 @@ def _check(settings: Choose) -> None:
     """Checks that need no work."""
     check_idle(settings, (MEMORY,))
     read = [*GGUF(settings.model).paths, *GGUF(settings.tuned).paths]
-    given = [(settings.data, "--data")]
-    given += [(path, "--also") for path in settings.also]
-    given += [(path, "--aware") for path in settings.aware]
+    data_paths = [(settings.data, "--data")]
+    data_paths += [(path, "--also") for path in settings.also]
+    data_paths += [(path, "--aware") for path in settings.aware]
     if settings.calibrate is not None:
-        given.append((settings.calibrate, "--calibrate"))
-    for path, what in given:
-        existing(path, what)
+        data_paths.append((settings.calibrate, "--calibrate"))
+    for path, flag in data_paths:
+        existing(path, flag)
     for name in settings.type:
         if name.upper() not in MIXES:
             raise InputError(f"--type {name} is unknown; it must be one of {', '.join(MIXES)}")
-    read += [file for path, _ in given for file in data_files(path)]
+    read += [file for path, _ in data_paths for file in data_files(path)]
     check_output(settings.output, "-o", read, settings.overwrite)
 
 
-def _tried(settings: Choose, events: Events, trial: Path, best: Path, whole: Path) -> Chosen:
+def _tried(settings: Choose, events: Events, trial: Path, best: Path, merged_path: Path) -> Chosen:
     """All tries; the file of the best one is left at `best`."""
     inside, tuned = Inside(events), settings.tuned
     if _is_adapter(tuned):
-        merge(Merge(settings.model, (str(tuned),), whole, type="f32", overwrite=True), inside)
-        tuned = whole
+        merge(Merge(settings.model, (str(tuned),), merged_path, type="f32", overwrite=True), inside)
+        tuned = merged_path
     loss = partial(_loss, settings, inside)
     before, after = loss(settings.model), loss(tuned)
     if not after < before:
@@ -164,21 +164,23 @@ def _tried(settings: Choose, events: Events, trial: Path, best: Path, whole: Pat
         )
     events.message(f"loss: base {before:.4f}, tuned {after:.4f}")
     tries = list[Try]()
-    for name, how, make in _candidates(settings, tuned, inside):
+    for name, method, make in _candidates(settings, tuned, inside):
         make(trial)
-        found = loss(trial)
-        one = Try(name, how, trial.stat().st_size, found, (before - found) / (before - after))
-        events.row(line(one))
-        tries.append(one)
-        if min(tries, key=partial(_order, settings.keep)) is one:
+        trial_loss = loss(trial)
+        candidate = Try(
+            name, method, trial.stat().st_size, trial_loss, (before - trial_loss) / (before - after)
+        )
+        events.row(line(candidate))
+        tries.append(candidate)
+        if min(tries, key=partial(_order, settings.keep)) is candidate:
             os.replace(trial, best)
     chosen = min(tries, key=partial(_order, settings.keep))
     return Chosen(settings.output, before, after, settings.keep, chosen, tries)
 
 
-def _order(keep: float, one: Try) -> tuple[bool, float]:
+def _order(keep: float, trial: Try) -> tuple[bool, float]:
     """The best comes first."""
-    return (False, one.nbytes) if one.kept >= keep else (True, -one.kept)
+    return (False, trial.nbytes) if trial.kept >= keep else (True, -trial.kept)
 
 
 def _is_adapter(path: Path) -> bool:
@@ -192,20 +194,20 @@ def _loss(settings: Choose, events: Events, path: Path) -> float:
 
 def _candidates(settings: Choose, tuned: Path, events: Events) -> Iterator[tuple[str, str, Make]]:
     """Name, way and writer of each file to try."""
-    ways: list[tuple[str, Path | None]] = [(PLAIN, None)]
+    methods: list[tuple[str, Path | None]] = [(PLAIN, None)]
     if settings.calibrate is not None:
-        ways.append((DATA, settings.calibrate))
+        methods.append((DATA, settings.calibrate))
     in_blocks = any(entry.dtype.quantized for entry in GGUF(settings.model).entries.values())
     if _is_adapter(settings.tuned) and in_blocks:
-        for how, data in ways:
-            yield AS_BASE, how, partial(_merge, settings, data, events)
+        for method, data in methods:
+            yield AS_BASE, method, partial(_merge, settings, data, events)
     for name in settings.type or USUAL:
-        for how, data in ways:
-            yield name.lower(), how, partial(_quantize, settings, tuned, name, data, events)
-    for given in settings.aware:
-        yield _type_of(given), TUNED, partial(_copy, given)
-    for given in settings.also:
-        yield str(given), GIVEN, partial(_copy, given)
+        for method, data in methods:
+            yield name.lower(), method, partial(_quantize, settings, tuned, name, data, events)
+    for tuned_path in settings.aware:
+        yield _type_of(tuned_path), TUNED, partial(_copy, tuned_path)
+    for tuned_path in settings.also:
+        yield str(tuned_path), GIVEN, partial(_copy, tuned_path)
 
 
 def _type_of(path: Path) -> str:
@@ -216,15 +218,15 @@ def _type_of(path: Path) -> str:
 
 def _merge(settings: Choose, data: Path | None, events: Events, path: Path) -> None:
     """The adapter merged into the base's own types."""
-    given = settings.model, (str(settings.tuned),), path
-    merge(Merge(*given, **_calibrating(settings, data)), events)
+    args = settings.model, (str(settings.tuned),), path
+    merge(Merge(*args, **_calibrating(settings, data)), events)
 
 
 def _quantize(
     settings: Choose, tuned: Path, name: str, data: Path | None, events: Events, path: Path
 ) -> None:
-    how = _calibrating(settings, data)
-    quantize(Quantize(tuned, path, name, allow_requantize=True, **how), events)
+    options = _calibrating(settings, data)
+    quantize(Quantize(tuned, path, name, allow_requantize=True, **options), events)
 
 
 def _calibrating(settings: Choose, data: Path | None) -> dict[str, Any]:
@@ -233,13 +235,14 @@ def _calibrating(settings: Choose, data: Path | None) -> dict[str, Any]:
     return {"overwrite": True, **(read if data else {})}
 
 
-def _copy(given: Path, path: Path) -> None:
-    with open(given, "rb") as source, open(path, "wb") as file:
+def _copy(source_path: Path, path: Path) -> None:
+    with open(source_path, "rb") as source, open(path, "wb") as file:
         shutil.copyfileobj(source, file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def line(one: Try) -> str:
+def line(trial: Try) -> str:
     """A row of the table."""
-    return f"{one.name:12} {one.how:10} {one.nbytes / (1 << 20):10.2f} MiB  loss {one.loss:.4f}  keeps {one.kept:.1%}"
+    size = f"{trial.nbytes / (1 << 20):10.2f} MiB"
+    return f"{trial.name:12} {trial.how:10} {size}  loss {trial.loss:.4f}  keeps {trial.kept:.1%}"

@@ -15,17 +15,21 @@ def warm(model: ModelFile, events: Events) -> None:
     """Read every page of the experts, if they fit into memory. Raises Interrupted if it is stopped."""
     names = [name for name in model.gguf.entries if name.endswith(EXPERTS)]
     arrays = [model.gguf.array(name) for name in names]
-    nbytes, there = sum(array.nbytes for array in arrays), total_nbytes()
-    if nbytes > there:
+    nbytes, available_nbytes = sum(array.nbytes for array in arrays), total_nbytes()
+    if nbytes > available_nbytes:
         events.message(
-            f"the experts have {size_text(nbytes)} and the memory {size_text(there)}; they are read as they are needed"
+            f"the experts have {size_text(nbytes)} and the memory"
+            f" {size_text(available_nbytes)}; they are read as they are needed"
         )
         return
-    with events.counting("reading experts", "matrix") as told, events.stopping() as stopped:
+    with (
+        events.counting("reading experts", "matrix") as report_progress,
+        events.stopping() as stopped,
+    ):
         for done, array in enumerate(arrays, 1):
             flat = array.reshape(-1).view("u1")
             for start in range(0, flat.size, PART):
                 if stopped():
                     raise Interrupted("stopped while the experts were read")
                 flat[start : start + PART : PAGE].max()
-            told(done, len(arrays))
+            report_progress(done, len(arrays))

@@ -87,8 +87,8 @@ class Streams:
         self.graphs = Graphs.of(adapted, types, self.shape)
         self.real = [~padding(batch) for batch in batches]
         embed = self._run(self.graphs.embedding())
-        both = [embed({n: batch[n] for n in embed.inputs}) for batch in batches]
-        self.x, self.z = ([one[name] for one in both] for name in ("x", "z"))
+        embedded = [embed({n: batch[n] for n in embed.inputs}) for batch in batches]
+        self.x, self.z = ([embeddings[name] for embeddings in embedded] for name in ("x", "z"))
         self.shared = [dict[str, np.ndarray]() for _ in batches]
 
     def _run(self, graph: Graph):  # type: ignore[no-untyped-def]
@@ -107,17 +107,17 @@ class Streams:
         shift = None if site.x is None else np.zeros((n, n), np.float32)
         count = 0
         for at in range(len(self.batches)):
-            got = run(self._inputs(run, at))
+            run_outputs = run(self._inputs(run, at))
             z, counts = (
-                got["z"].reshape(-1, site.z.shape[-1])[:, columns],
+                run_outputs["z"].reshape(-1, site.z.shape[-1])[:, columns],
                 self.real[at].reshape(-1),
             )
             if site.expert is not None:
-                counts = counts[got["token"]] & (got["expert"] == expert)
+                counts = counts[run_outputs["token"]] & (run_outputs["expert"] == expert)
             z *= counts[:, None]
             product(z.T, z, squares)
             if shift is not None:
-                x = got["x"].reshape(-1, site.z.shape[-1])[:, columns]
+                x = run_outputs["x"].reshape(-1, site.z.shape[-1])[:, columns]
                 x *= counts[:, None]
                 x -= z
                 product(x.T, z, shift)
@@ -130,12 +130,14 @@ class Streams:
             return
         for i in range(blocks):
             block = self.block(i)
-            own = {name: t for name, t in block.shared.items() if name.startswith("x")}
-            run = self._run(Graph({"x": block.x, **own}))
+            shared_x = {name: t for name, t in block.shared.items() if name.startswith("x")}
+            run = self._run(Graph({"x": block.x, **shared_x}))
             for at in range(len(self.batches)):
-                got = run(self._inputs(run, at))
-                self.x[at] = got["x"]
-                self.shared[at] |= {f"{n}{name[1:]}": got[name] for name in own for n in "xz"}
+                outputs = run(self._inputs(run, at))
+                self.x[at] = outputs["x"]
+                self.shared[at] |= {
+                    f"{n}{name[1:]}": outputs[name] for name in shared_x for n in "xz"
+                }
         for x, z in zip(self.x, self.z, strict=True):
             z[...] = x
 
@@ -143,9 +145,9 @@ class Streams:
         """Advance through a block."""
         run = self._run(Graph({"x": block.x, "z": block.z, **block.shared}))
         for at in range(len(self.batches)):
-            got = run(self._inputs(run, at))
-            self.x[at], self.z[at] = got["x"], got["z"]
-            self.shared[at] |= {name: got[name] for name in block.shared}
+            outputs = run(self._inputs(run, at))
+            self.x[at], self.z[at] = outputs["x"], outputs["z"]
+            self.shared[at] |= {name: outputs[name] for name in block.shared}
 
     def through(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
         """The outputs of a graph of a block for each batch, by its index."""
@@ -154,8 +156,8 @@ class Streams:
             yield at, run(self._inputs(run, at))
 
     def _inputs(self, run, at: int) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
-        there = {"x": self.x[at], "z": self.z[at], **self.shared[at], **self.batches[at]}
-        return {name: there[name] for name in run.inputs}
+        available = {"x": self.x[at], "z": self.z[at], **self.shared[at], **self.batches[at]}
+        return {name: available[name] for name in run.inputs}
 
 
 def padding(batch: Batch) -> np.ndarray:
@@ -185,17 +187,19 @@ class Graphs:
     ) -> "Graphs":
         """Graphs in which one of the streams reads these matrices from the merged file."""
         x = transformer.weights(adapted.config, adapted.types())
-        bare = {name: leaf for name, leaf in x.items() if name not in adapted.added}
+        base_leaves = {name: leaf for name, leaf in x.items() if name not in adapted.added}
         changed = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
-        own = {leaf: name for name, leaf in changed.items()}
-        return cls(adapted, x, bare | changed, own, shape)
+        merged_names = {leaf: name for name, leaf in changed.items()}
+        return cls(adapted, x, base_leaves | changed, merged_names, shape)
 
     def embedding(self) -> Graph:
         tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
-        config, ends = self.adapted.config, {"x": self.x, "z": self.z}
-        first = {n: transformer.embedding(config, w, tokens, pos) for n, w in ends.items()}
+        config, weights_by_stream = self.adapted.config, {"x": self.x, "z": self.z}
+        first = {
+            n: transformer.embedding(config, w, tokens, pos) for n, w in weights_by_stream.items()
+        }
         if config.traits.streams:
-            first = {n: altup.spread(config, ends[n], h) for n, h in first.items()}
+            first = {n: altup.spread(config, weights_by_stream[n], h) for n, h in first.items()}
         return Graph(first)
 
     def block(self, i: int) -> Block:
@@ -204,51 +208,56 @@ class Graphs:
         tables = transformer.rope_tables(config, self.x, pos, time)
         source, out, shared = config.source_of(i), dict[str, Tensor](), dict[str, Tensor]()
         for name, w in (("x", self.x), ("z", self.z)):
-            h, made = input(name, (*self.shape, *config.stream_shape), f32), {}
+            h, kv_by_source = input(name, (*self.shape, *config.stream_shape), f32), {}
             heads = (*self.shape, config.kv_heads_of(source), config.width_of(source))
             k, v = (f"{name}.{part}.{source}" for part in "kv")
             if source != i:
-                made[source] = input(k, heads, f32), input(v, heads, f32)
-            own = None
+                kv_by_source[source] = input(k, heads, f32), input(v, heads, f32)
+            layer_embeddings = None
             if config.embedding_length_per_layer:
                 first = transformer.embedding(config, w, tokens, pos)
-                own = transformer.embeddings(config, w, tokens, first)
-            mixer = transformer.in_batch(config, pos, seq, made)
-            out[name] = block(config, w, i, h, tables, mixer, own)
+                layer_embeddings = transformer.embeddings(config, w, tokens, first)
+            mixer = transformer.in_batch(config, pos, seq, kv_by_source)
+            out[name] = block(config, w, i, h, tables, mixer, layer_embeddings)
             if any(config.source_of(j) == i for j in range(i + 1, config.block_count)):
-                shared |= dict(zip((k, v), made[i], strict=True))
+                shared |= dict(zip((k, v), kv_by_source[i], strict=True))
         sites = _sites(out["x"], out["z"], self.own, config.expert_count)
         return Block(sites, out["x"], out["z"], shared)
 
 
-def _sites(x: Tensor, z: Tensor, own: Mapping[Tensor, str], experts: int) -> list[Site]:
+def _sites(x: Tensor, z: Tensor, merged_names: Mapping[Tensor, str], experts: int) -> list[Site]:
     """The inputs of the merged stream's own matrices, in order."""
-    beside = {leaf.label: source for leaf, source, _ in _reads(x)}
-    found: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
+    x_sources = {leaf.label: source for leaf, source, _ in _reads(x)}
+    sites_by_source: dict[
+        Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]
+    ] = {}
     for leaf, source, expert in _reads(z):
-        if leaf not in own:
+        if leaf not in merged_names:
             continue
-        name, its = own[leaf], None
+        name, expert_rows = merged_names[leaf], None
         if expert is not None:
             call = source.call
             # rows by token: those of all tokens work as well
             if call is not None and call.op is ops.get_rows:
                 source = call.reads[0]
-                other = beside[name].call
-                x_source = None if other is None else other.reads[0]
+                x_call = x_sources[name].call
+                x_source = None if x_call is None else x_call.reads[0]
             else:
-                x_source, its = None, expert
+                x_source, expert_rows = None, expert
         else:
-            x_source = beside[name]
-        names, _, _ = found.setdefault(source, ([], x_source, its))
+            x_source = x_sources[name]
+        names, _, _ = sites_by_source.setdefault(source, ([], x_source, expert_rows))
         if name not in names:
             names.append(name)
-    return [Site(tuple(names), a, z, its, experts) for z, (names, a, its) in found.items()]
+    return [
+        Site(tuple(names), a, z, expert_rows, experts)
+        for z, (names, a, expert_rows) in sites_by_source.items()
+    ]
 
 
 def _reads(end: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]]:
     """For each product with a stored matrix: the matrix, its input, and for experts whose row is whose."""
-    found, tokens = [], None
+    reads, tokens = [], None
     for call in Graph({"end": end}).calls:
         if call.op is ops.group_rows:
             tokens = call.results[0]
@@ -257,5 +266,5 @@ def _reads(end: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | No
             if call.op is ops.matmul_id:
                 assert tokens is not None
                 expert = call.reads[2], tokens
-            found.append((call.reads[1].base, call.reads[0], expert))
-    return found
+            reads.append((call.reads[1].base, call.reads[0], expert))
+    return reads

@@ -37,19 +37,19 @@ def calibrate(
     width: int | None = None,
     done: Done = lambda block, blocks: None,
     target: Target = CPU,
-    anew: Collection[str] = (),
+    searched: Collection[str] = (),
 ) -> dict[str, float]:
     """Round these matrices in the file; returns the relative error of each matrix's output.
 
     model  whose outputs are wanted
     width  most columns that compensate each other's errors: the sums over their inputs have width² numbers
-    anew   names whose scales are searched under the sums over their inputs; the others keep those in the file
+    searched   names whose scales are searched under the sums over their inputs; the others keep those in the file
     """
     file = GGUF(path)
     written = np.memmap(path, np.uint8, "r+")
     arrays = {name: _mapped(written, file, name) for name in file.entries if name in changes}
     inside = {name: array for name, array in arrays.items() if name.startswith("blk.")}
-    embedding = {name: arrays[name] for name in (EMBEDDING,) if name in anew}
+    embedding = {name: arrays[name] for name in (EMBEDDING,) if name in searched}
     streams, sums = Streams(model, inside | embedding, batches, target), dict[str, np.ndarray]()
     changed = {int(name.split(".")[1]) for name in inside}
     first, last = 0 if embedding else min(changed), max(changed)
@@ -59,15 +59,15 @@ def calibrate(
         for site in block.sites:
             names = [name for name in site.names if dtype_of(arrays[name]).chosen]
             if names:
-                here = replace(site, names=tuple(names))
-                most = width or site.z.shape[-1]
-                for name, sum in _site(streams, here, arrays, changes, most, anew):
+                rounded = replace(site, names=tuple(names))
+                max_width = width or site.z.shape[-1]
+                for name, sum in _site(streams, rounded, arrays, changes, max_width, searched):
                     sums[name] = sums.get(name, 0) + sum
         if i < last:
             streams.advance(block)
         done(i + 1 - first, last + 1 - first)
     written.flush()
-    return {name: float((wrong / right) ** 0.5) for name, (wrong, right) in sums.items() if right}
+    return {name: float((error / power) ** 0.5) for name, (error, power) in sums.items() if power}
 
 
 def _mapped(written: np.ndarray, file: GGUF, name: str) -> np.ndarray:
@@ -91,7 +91,7 @@ def _site(
     arrays: Mapping[str, np.ndarray],
     changes: Mapping[str, Rows],
     width: int,
-    anew: Collection[str],
+    searched: Collection[str],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Round the matrices of a site; an expert has its own sums if its inputs differ from the others'.
 
@@ -108,15 +108,15 @@ def _site(
                 for name in site.names
             }
             if expert is not None and moments.tokens < FEW_TOKENS:
-                for one in parts.values():
-                    one.round_plainly()
+                for columns_slice in parts.values():
+                    columns_slice.round_plainly()
                 continue
-            powers = [one.power(moments.squares) for one in parts.values()]
+            powers = [columns_slice.power(moments.squares) for columns_slice in parts.values()]
             weights = moments.squares.diagonal() / moments.tokens
             back = feedback(moments.squares, moments.shift, unit)
-            for (name, one), right in zip(parts.items(), powers, strict=True):
-                error = one.round(back, weights if name in anew else None)
-                yield name, np.array([error, right])
+            for (name, columns_slice), output_power in zip(parts.items(), powers, strict=True):
+                error = columns_slice.round(back, weights if name in searched else None)
+                yield name, np.array([error, output_power])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Slice:
 
     def round_plainly(self) -> None:
         """Quantize them plainly, on their own grid."""
-        same = np.ones(self.columns.stop - self.columns.start, np.float32)
+        equal_weights = np.ones(self.columns.stop - self.columns.start, np.float32)
         for packed, rows in self._pieces():
             dtype = dtype_of(packed)
-            packed[...] = quantize(rows, dtype, same if dtype.demanding else None)
+            packed[...] = quantize(rows, dtype, equal_weights if dtype.demanding else None)

@@ -59,17 +59,17 @@ class Reading:
 
     def all(self, data: Batched, tokens: int | None = None) -> list[Batch]:
         """All rows of the data in batches, the last one filled with padding; or the first rows with so many tokens."""
-        most = None if tokens is None else max(1, tokens // self.time)
-        rows = list(islice(_rows(data), most))
+        max_rows = None if tokens is None else max(1, tokens // self.time)
+        rows = list(islice(_rows(data), max_rows))
         nothing = {name: np.zeros_like(values) for name, values in rows[0].items()}
         return self._batches(rows + [nothing] * (-len(rows) % self.rows))
 
     def read(self, data: Batched) -> list[Batch]:
         """The first rows of the data, in batches."""
-        rows, wanted = [], self.rows * self.batches
+        rows, num_rows = [], self.rows * self.batches
         for row in _rows(data):
             rows.append(row)
-            if len(rows) == wanted:
+            if len(rows) == num_rows:
                 break
         del rows[len(rows) // self.rows * self.rows or len(rows) :]
         return self._batches(rows)
@@ -96,8 +96,10 @@ def reading(
     target: Target = CPU,
 ) -> Reading | None:
     """The most tokens, and columns at a time, that fit; None if not even the minimum fits."""
-    found = readings(adapted, types, time, rows, target)
-    return next((one for one in found if limit is None or one.nbytes <= limit), None)
+    candidates = readings(adapted, types, time, rows, target)
+    return next(
+        (candidate for candidate in candidates if limit is None or candidate.nbytes <= limit), None
+    )
 
 
 def readings(
@@ -117,7 +119,7 @@ def readings(
     at_once = min(max(1, AT_ONCE // time), rows)
     blocks = _kinds(adapted, types)
     graphs = Graphs.of(adapted, types, (at_once, time))
-    arena, widest, most_apart = 0, 1, 0
+    arena, widest, max_device_nbytes = 0, 1, 0
     for i in blocks:
         block = graphs.block(i)
         sites = [{"x": site.x or site.z, "z": site.z} for site in block.sites]
@@ -125,27 +127,30 @@ def readings(
             plan = make_plan(place(Graph(outputs), target))
             outputs_nbytes = 3 * sum(t.spec.nbytes for t in outputs.values()) // 2
             arena = max(arena, plan.arena().nbytes + outputs_nbytes)
-            most_apart = max(most_apart, plan.arena(target.space).nbytes)
+            max_device_nbytes = max(max_device_nbytes, plan.arena(target.space).nbytes)
         widest = max([widest, *(site.z.shape[-1] for site in block.sites)])
     leaves = {t for weights in (graphs.x, graphs.z) for t in weights.values()}
-    if target.limit is not None and most_apart + sum(t.spec.nbytes for t in leaves) > target.limit:
+    if (
+        target.limit is not None
+        and max_device_nbytes + sum(t.spec.nbytes for t in leaves) > target.limit
+    ):
         return
     fixed = arena + sum(array.nbytes for array in adapted.added.values()) + OTHER_NBYTES
-    most = min(tokens or TOKENS, rows * time) // (at_once * time) or 1
-    for batches, width in _ladder(most, LEAST // (at_once * time) or 1, widest):
+    max_batches = min(tokens or TOKENS, rows * time) // (at_once * time) or 1
+    for batches, width in _ladder(max_batches, LEAST // (at_once * time) or 1, widest):
         streams = 2 * 4 * batches * at_once * time * kept_width(adapted.config)
         matrix = 4 * width * width
         nbytes = fixed + streams + max(4 * matrix, 2 * matrix + BUFFERS * 4 * PART)
         yield Reading(at_once, time, batches, width, nbytes, target)
 
 
-def _ladder(most: int, least: int, widest: int) -> Iterator[tuple[int, int]]:
+def _ladder(max_batches: int, min_batches: int, widest: int) -> Iterator[tuple[int, int]]:
     """Numbers of batches and widths to try, best first: fewer tokens, then fewer columns."""
-    batches, width = most, widest
+    batches, width = max_batches, widest
     yield batches, width
-    while batches > least or width > NARROW:
-        if batches > least:
-            batches = max(batches // 2, min(least, batches))
+    while batches > min_batches or width > NARROW:
+        if batches > min_batches:
+            batches = max(batches // 2, min(min_batches, batches))
         else:
             width = -(-width // 2 // NARROW) * NARROW
         yield batches, width
@@ -161,8 +166,8 @@ def kept_width(config: Config) -> int:
 def _kinds(adapted: ModelFile, names: Iterable[str]) -> list[int]:
     """One block of each kind: kinds differ in their weights, sliding windows or rope."""
     config = adapted.config
-    found = {
+    block_by_kind = {
         (*block_shapes(config, i).items(), config.window_of(i), config.rope_of(i)): i
         for i in {int(name.split(".")[1]) for name in names}
     }
-    return sorted(found.values())
+    return sorted(block_by_kind.values())

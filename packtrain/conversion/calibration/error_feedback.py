@@ -60,8 +60,10 @@ class Feedback:
             stop = min(start + BLOCK, len(aim))
             for at in range(start, stop):
                 if at % grid.unit == 0:
-                    here = slice(at, at + grid.unit)
-                    values = grid.choose(self.order[here], aim[here], self.factor[here, here])
+                    unit_slice = slice(at, at + grid.unit)
+                    values = grid.choose(
+                        self.order[unit_slice], aim[unit_slice], self.factor[unit_slice, unit_slice]
+                    )
                 error = (values[at % grid.unit] - aim[at]) / self.factor[at, at]
                 errors[at - start] = error
                 end = min(at - at % FEW + FEW, stop)
@@ -126,11 +128,11 @@ def invert_lower(a: np.ndarray) -> None:
     invert_lower(last)
     # - last below first: columns from the left, then rows from below
     for at in range(0, half, BLOCK):
-        here = slice(at, at + BLOCK)
-        below[:, here] = below[:, at:] @ first[at:, here]
+        block_slice = slice(at, at + BLOCK)
+        below[:, block_slice] = below[:, at:] @ first[at:, block_slice]
     for at in reversed(range(0, len(last), BLOCK)):
-        here = slice(at, at + BLOCK)
-        below[here] = -(last[here, : at + BLOCK] @ below[: at + BLOCK])
+        block_slice = slice(at, at + BLOCK)
+        below[block_slice] = -(last[block_slice, : at + BLOCK] @ below[: at + BLOCK])
 
 
 def product(a: np.ndarray, b: np.ndarray, onto: np.ndarray | None = None) -> np.ndarray:

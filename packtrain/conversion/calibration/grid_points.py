@@ -63,8 +63,8 @@ class OnPoints:
         signs = aim < 0
         if self.points.even:
             weight = np.square(np.linalg.inv(factor)).sum(1)
-            least = np.argmin(np.square(aim) * weight[:, None], 0)
-            signs[least, np.arange(aim.shape[1])] ^= signs.sum(0) % 2 == 1
+            cheapest = np.argmin(np.square(aim) * weight[:, None], 0)
+            signs[cheapest, np.arange(aim.shape[1])] ^= signs.sum(0) % 2 == 1
         return signs
 
     def _nearest(
@@ -78,9 +78,9 @@ class OnPoints:
         costs = np.empty((min(ROWS, len(lines)), len(self.points.grid)), np.float32)
         compiled: Any = kernels
         for start in range(0, len(lines), ROWS):
-            some = np.ascontiguousarray(lines[start : start + ROWS])
-            compiled.matmul.product(costs[: len(some)], some, self._features, False, 0)
-            numbers[start : start + ROWS] = costs[: len(some)].argmin(1)
+            line_batch = np.ascontiguousarray(lines[start : start + ROWS])
+            compiled.matmul.product(costs[: len(line_batch)], line_batch, self._features, False, 0)
+            numbers[start : start + ROWS] = costs[: len(line_batch)].argmin(1)
         return numbers
 
     def put(self, rows: np.ndarray) -> None:

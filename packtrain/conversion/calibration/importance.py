@@ -55,15 +55,15 @@ class Importance:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def save(path: Path, found: Importance) -> None:
+def save(path: Path, importance: Importance) -> None:
     """Write the file. A dense matrix has vectors, a stack of experts a row for each."""
     tensors = {}
-    for name in sorted(found.sums):
-        sums, counts = found.sums[name], found.counts[name]
+    for name in sorted(importance.sums):
+        sums, counts = importance.sums[name], importance.counts[name]
         dense = len(sums) == 1
         tensors[name + SUMS] = sums[0] if dense else sums
         tensors[name + COUNTS] = counts if dense else counts[:, None]
-    write(path, found.metadata(), {n: np.asarray(t, np.float32) for n, t in tensors.items()})
+    write(path, importance.metadata(), {n: np.asarray(t, np.float32) for n, t in tensors.items()})
 
 
 def load(path: Path) -> Importance:
@@ -121,41 +121,47 @@ def measure(
     """
     stored = {name: array for name, array in model.stored().items() if name in model.types()}
     matrices = {name: array for name, array in stored.items() if name.startswith("blk.")}
-    found, count = _Sums(), model.config.block_count
+    running_sums, count = _Sums(), model.config.block_count
     for number, batches in enumerate(groups):
         streams = Streams(model, matrices, batches)
         for i in range(count):
-            _read(streams, streams.block(i), found, stored)
+            _read(streams, streams.block(i), running_sums, stored)
             done(number * count + i + 1, len(groups) * count)
-    sums = {name: total.astype(np.float32) for name, total in found.sums.items()}
+    sums = {name: total.astype(np.float32) for name, total in running_sums.sums.items()}
     for name, total in sums.items():
         if not np.isfinite(total).all():
             raise InputError(f"the inputs of {name} are not finite; weights may be damaged")
     size = groups[0][0]["tokens"].shape[-1]
     rows = sum(int((~padding(b)).any(-1).sum()) for batches in groups for b in batches)
-    counts = {n: total.astype(np.float32) for n, total in found.counts.items()}
+    counts = {n: total.astype(np.float32) for n, total in running_sums.counts.items()}
     return Importance(sums, counts, source, rows, size)
 
 
-def _read(streams: Streams, block: Block, found: _Sums, stored: Mapping[str, np.ndarray]) -> None:
+def _read(
+    streams: Streams, block: Block, running_sums: _Sums, stored: Mapping[str, np.ndarray]
+) -> None:
     """Add the inputs of a block's matrices, and advance through it."""
-    kept = {name: made for name, made in block.shared.items() if name.startswith("z")}
-    outputs = {"z": block.z, **kept}
+    shared_z = {
+        name: shared_tensor for name, shared_tensor in block.shared.items() if name.startswith("z")
+    }
+    outputs = {"z": block.z, **shared_z}
     for number, site in enumerate(block.sites):
         outputs[str(number)] = site.z
         if site.expert is not None:
             outputs |= dict(zip((f"{number} expert", f"{number} token"), site.expert, strict=True))
-    for at, got in streams.through(Graph(outputs)):
+    for at, outputs_read in streams.through(Graph(outputs)):
         for number, site in enumerate(block.sites):
-            x = got[str(number)]
+            x = outputs_read[str(number)]
             x = x.reshape(-1, x.shape[-1])
             real = streams.real[at].reshape(-1)
             if site.expert is not None:
-                real = real[got[f"{number} token"]]
-            for name, squares, counts in _sums(site, x, real, got.get(f"{number} expert"), stored):
-                found.add(name, squares, counts)
-        streams.z[at] = got["z"]
-        streams.shared[at] |= {name: got[name] for name in kept}
+                real = real[outputs_read[f"{number} token"]]
+            for name, squares, counts in _sums(
+                site, x, real, outputs_read.get(f"{number} expert"), stored
+            ):
+                running_sums.add(name, squares, counts)
+        streams.z[at] = outputs_read["z"]
+        streams.shared[at] |= {name: outputs_read[name] for name in shared_z}
 
 
 def _sums(

@@ -44,9 +44,9 @@ class Merge:
     @property
     def aware(self) -> Adapter | None:
         """The adapter, if it was trained in the blocks of the base and is merged there."""
-        (adapter, by), *others = self.adapters
-        plain = by == 1 and not others and self.dtype is None and not self.types
-        return adapter if adapter.aware and plain else None
+        (adapter, by), *other_adapters = self.adapters
+        is_unmodified = by == 1 and not other_adapters and self.dtype is None and not self.types
+        return adapter if adapter.aware and is_unmodified else None
 
     def stored(self, name: str) -> Dtype:
         """The stored type of a changed tensor."""
@@ -113,8 +113,8 @@ class Merge:
         changes = merged(self.base.gguf, self.adapters)
         rounded = set(self.calibrated) if reading is not None else set[str]()
         # on the base's own grid if the type is the same: only the addition is rounded there
-        kept = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
-        first: Mapping[str, Rows | InBlocks] = {n: changes[n] for n in changes.keys() - kept}
+        same_type = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
+        first: Mapping[str, Rows | InBlocks] = {n: changes[n] for n in changes.keys() - same_type}
         if self.aware is not None:
             first = stored_with(self.base.gguf, self.aware)
 
@@ -129,5 +129,7 @@ class Merge:
             return {}
         with atomic_path(path) as part:
             write(part)
-            given = reading.read(data), reading.width, block, reading.target
-            return calibrate(part, self.adapted, changes, *given, anew=rounded - kept)
+            calibration_args = reading.read(data), reading.width, block, reading.target
+            return calibrate(
+                part, self.adapted, changes, *calibration_args, searched=rounded - same_type
+            )

@@ -90,8 +90,8 @@ def codes_of(rows: np.ndarray) -> np.ndarray:
     codes = np.zeros((*raw.shape[:2], dtype.block), np.uint8)
     for run, shift, bits in _runs(dtype, layout, raw):
         by = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-        found = run[..., None, :] >> by & ((1 << bits) - 1)
-        codes |= found.reshape(codes.shape) << shift
+        run_codes = run[..., None, :] >> by & ((1 << bits) - 1)
+        codes |= run_codes.reshape(codes.shape) << shift
     return _flat(codes)
 
 

@@ -24,13 +24,15 @@ def named_types(
     texts: Iterable[str], names: Iterable[str], entries: Mapping[str, Entry]
 ) -> dict[str, Dtype]:
     """Types of these tensors from texts NAME=TYPE; the last match counts. Raises InputError."""
-    found, names = dict[str, Dtype](), list(names)
+    chosen_types, names = dict[str, Dtype](), list(names)
     for text in texts:
-        pattern, _, given = text.rpartition("=")
-        dtype = next((d for d in MERGED if d.name.lower() == given.lower()), None)
+        pattern, _, type_name = text.rpartition("=")
+        dtype = next((d for d in MERGED if d.name.lower() == type_name.lower()), None)
         if dtype is None:
-            known = ", ".join(map(str, MERGED))
-            raise InputError(f"--tensor-type {text}: it must be NAME=TYPE, with a type of {known}")
+            supported_types = ", ".join(map(str, MERGED))
+            raise InputError(
+                f"--tensor-type {text}: it must be NAME=TYPE, with a type of {supported_types}"
+            )
         matching = [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(kind_of(n), pattern)]
         if not matching:
             kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
@@ -43,8 +45,8 @@ def named_types(
                 f"--tensor-type {text}: {wide} has {entries[wide].shape[-1]} columns, which do not fill blocks"
                 f" of {dtype.block}; choose another type"
             )
-        found |= dict.fromkeys(matching, dtype)
-    return found
+        chosen_types |= dict.fromkeys(matching, dtype)
+    return chosen_types
 
 
 def larger(
@@ -59,23 +61,23 @@ def larger(
         kinds.setdefault(kind_of(name), []).append(name)
     lost = {kind: max(errors.get(n, 1.0) for n in names) for kind, names in kinds.items()}
     nbytes = {kind: sum(entries[n].nbytes for n in names) for kind, names in kinds.items()}
-    first, enough = dict[str, Dtype](), SHARE * sum(nbytes.values())
+    first, nbytes_limit = dict[str, Dtype](), SHARE * sum(nbytes.values())
     for kind in sorted(kinds, key=lambda kind: -lost[kind]):
         step = _above(stored, entries, kinds[kind])
-        if step and sum(nbytes[k] for k in first) < enough:
+        if step and sum(nbytes[k] for k in first) < nbytes_limit:
             first[kind] = step[0]
     if first:
         yield first
-    most = {kind: step[-1] for kind in kinds if (step := _above(stored, entries, kinds[kind]))}
-    if most and most != first:
-        yield most
+    largest = {kind: step[-1] for kind in kinds if (step := _above(stored, entries, kinds[kind]))}
+    if largest and largest != first:
+        yield largest
 
 
 def _above(
     stored: Mapping[str, Dtype], entries: Mapping[str, Entry], names: list[str]
 ) -> list[Dtype]:
     """Types with more bits than any of these, up to 8.5 bits (q8_0), or 16."""
-    now, width = max(bits(stored[n]) for n in names), entries[names[0]].shape[-1]
-    fitting = (d for d in MERGED if bits(d) > now and width % d.block == 0)
-    found = sorted(fitting, key=bits)
-    return [d for d in found if d.chosen] or [d for d in found if bits(d) == 16][:1]
+    current_bits, width = max(bits(stored[n]) for n in names), entries[names[0]].shape[-1]
+    fitting = (d for d in MERGED if bits(d) > current_bits and width % d.block == 0)
+    larger_types = sorted(fitting, key=bits)
+    return [d for d in larger_types if d.chosen] or [d for d in larger_types if bits(d) == 16][:1]

@@ -40,33 +40,33 @@ def convert(
     path: Path,
     dtype: str = AUTO,
     overwrite: bool = True,
-    say: Callable[[str], object] = warnings.warn,
+    report: Callable[[str], object] = warnings.warn,
 ) -> dict[str, Deferred | np.ndarray]:
     """Write the checkpoint in `folder` to a GGUF file; returns the written tensors by name.
 
     dtype      of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
     overwrite  whether a file that is there may be replaced; those of the checkpoint never are
-    say        takes sentences about what the file's readers do otherwise than the checkpoint's
+    report        takes sentences about what the file's readers do otherwise than the checkpoint's
     Raises InputError for what cannot be converted, before writing.
     """
     check_output(path, "-o", checkpoint_files(folder), overwrite)
     checkpoint = open_checkpoint(folder)
-    found = describe(checkpoint)
-    chosen = str(found.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
+    description = describe(checkpoint)
+    chosen = str(description.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
     metadata = {
-        **found.metadata,
+        **description.metadata,
         "general.type": Value("string", "model"),
         "general.name": Value("string", folder.resolve().name),
         "general.file_type": Value("u32", DTYPES[chosen].file_type),
         "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
-        **vocabulary_of(checkpoint, found.vocab_size, found.family, say),
+        **vocabulary_of(checkpoint, description.vocab_size, description.family, report),
     }
-    tensors: dict[str, Deferred | np.ndarray] = {**found.computed}
-    for tensor in found.tensors:
+    tensors: dict[str, Deferred | np.ndarray] = {**description.computed}
+    for tensor in description.tensors:
         tensors[tensor.name] = _deferred(tensor, _stored_as(tensor, DTYPES[chosen]))
     write(path, metadata, tensors, check=lambda part: check_runs(part, path))
     for note in checkpoint.config.notes:
-        say(f"{checkpoint.config.path}: {note}")
+        report(f"{checkpoint.config.path}: {note}")
     return tensors
 
 
@@ -112,10 +112,12 @@ def _deferred(tensor: Tensor, dtype: Dtype) -> Deferred:
 
 
 def _packed(tensor: Tensor, values: np.ndarray, dtype: Dtype) -> np.ndarray:
-    where = f"{tensor.sources[0].path}: {tensor.sources[0].name}"
+    location = f"{tensor.sources[0].path}: {tensor.sources[0].name}"
     largest = float(np.abs(values).max(initial=0))
     if not np.isfinite(largest):
-        raise InputError(f"{where} has values that are not finite; weights must be numbers")
+        raise InputError(f"{location} has values that are not finite; weights must be numbers")
     if dtype is f16 and largest > HALF_MOST:
-        raise InputError(f"{where} has values up to {largest:.3g}, beyond f16; write bf16 or f32")
+        raise InputError(
+            f"{location} has values up to {largest:.3g}, beyond f16; write bf16 or f32"
+        )
     return quantized_arrays.quantize(values, dtype)

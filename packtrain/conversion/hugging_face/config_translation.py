@@ -61,36 +61,38 @@ class Description:
 
 def describe(checkpoint: Checkpoint) -> Description:
     """The description of a checkpoint. Raises InputError if packtrain cannot compute what its config says."""
-    known, given = classes(), checkpoint.config
-    if checkpoint.kind not in known:
+    supported, hf_config = classes(), checkpoint.config
+    if checkpoint.kind not in supported:
         raise InputError(
-            f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; supported are {', '.join(known)}"
+            f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; supported are {', '.join(supported)}"
         )
     for key in LAYERS:
-        count, most = given.get(key, 0), len(checkpoint.tensors)
-        if type(count) is int and count > most:
-            raise given.wrong(key, count, f"at most {most}, the number of tensors")
-    given = given.renamed(OTHER_NAMES)
-    architecture, family = known[known[checkpoint.kind][1].other(given) or checkpoint.kind]
-    given = family.usual(given)
-    _check_activation(given, architecture)
-    sizes = _sizes(given, family)
+        count, max_layers = hf_config.get(key, 0), len(checkpoint.tensors)
+        if type(count) is int and count > max_layers:
+            raise hf_config.wrong(key, count, f"at most {max_layers}, the number of tensors")
+    hf_config = hf_config.renamed(OTHER_NAMES)
+    kind = supported[checkpoint.kind][1].other(hf_config) or checkpoint.kind
+    architecture, family = supported[kind]
+    hf_config = family.usual(hf_config)
+    _check_activation(hf_config, architecture)
+    sizes = _sizes(hf_config, family)
     config = Config(
         **asdict(sizes),
-        tied=given.flag("tie_word_embeddings", family.tied),
+        tied=hf_config.flag("tie_word_embeddings", family.tied),
         architecture=architecture.name,
-        optional=family.optional(given) if family.optional else _biases(given, family),
-        **family.kinds(given),
+        optional=family.optional(hf_config) if family.optional else _biases(hf_config, family),
+        **family.kinds(hf_config),
     )
     tensors = tensors_of(checkpoint, config, family)
-    own = family.keys(given, sizes)
-    rope, computed = _rope(given, sizes, architecture, family, own)
-    keys = _common(given, sizes, architecture, family) | rope | own | _expert_keys(sizes)
-    computed |= {FACTORS: family.factors(given)} if family.factors else {}
+    family_keys = family.keys(hf_config, sizes)
+    rope, computed = _rope(hf_config, sizes, architecture, family, family_keys)
+    keys = _common(hf_config, sizes, architecture, family) | rope | family_keys
+    keys |= _expert_keys(sizes)
+    computed |= {FACTORS: family.factors(hf_config)} if family.factors else {}
     within = check_unread(checkpoint.config, not checkpoint.kind.startswith(UNWINDOWED))
     if 0 < within < sizes.context_length:
         keys["context_length"] = within
-        given.notes.append(
+        hf_config.notes.append(
             f"{WINDOW} is {within}, which files of a {architecture.name} do not hold: the context is {within} tokens,"
             f" not {sizes.context_length}, within which both compute the same"
         )
@@ -145,8 +147,8 @@ def _sizes(c: Given, family: Family) -> Sizes:
 def _biases(c: Given, family: Family) -> tuple[str, ...]:
     """The bias tensors of a block."""
     attention = (*BIASES, "attn_output.bias") if c.flag("attention_bias") else ()
-    more = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias") if c.flag("mlp_bias") else ()
-    return BIASES if family.qkv_bias else (*attention, *more)
+    mlp_biases = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias") if c.flag("mlp_bias") else ()
+    return BIASES if family.qkv_bias else (*attention, *mlp_biases)
 
 
 def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family) -> Keys:
@@ -164,13 +166,13 @@ def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Fam
     width = sizes.head_width
     if width * sizes.head_count != sizes.embedding_length or c.get("head_dim"):
         keys |= {"attention.key_length": width, "attention.value_length": width}
-    usual = {
+    defaults = {
         "rope.freq_base": ROPE_FREQ_BASE,
         "attention.head_count_kv": sizes.head_count,
         "feed_forward_length": sizes.expert_feed_forward_length,
     }
-    gone = [key for key in family.left_out if keys[key] == usual[key]]
-    return {key: value for key, value in keys.items() if key not in gone}
+    omitted = [key for key in family.left_out if keys[key] == defaults[key]]
+    return {key: value for key, value in keys.items() if key not in omitted}
 
 
 def _expert_keys(sizes: Sizes) -> Keys:
@@ -185,10 +187,10 @@ def _expert_keys(sizes: Sizes) -> Keys:
 
 
 def _rope(
-    c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family, own: Keys
+    c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family, family_keys: Keys
 ) -> tuple[Keys, dict[str, np.ndarray]]:
     """Keys of rope scaling, if there is any, and divisors of its frequencies as tensors."""
-    found, kind = c.full_rotation(), c.scaling()
+    rope_params, kind = c.full_rotation(), c.scaling()
     by_tensors = {"llama3": FACTORS, "longrope": LONG}
     computed = [name for name, tensor in by_tensors.items() if tensor in architecture.optional]
     if kind == "llama3" in computed:
@@ -202,59 +204,82 @@ def _rope(
         raise c.wrong("rope_scaling.type", kind, right)
     keys: Keys = {
         "rope.scaling.type": kind,
-        "rope.scaling.factor": c.number("rope_scaling.factor", found.get("factor")),
+        "rope.scaling.factor": c.number("rope_scaling.factor", rope_params.get("factor")),
     }
-    return _yarn(c, sizes, architecture, family, keys, own) if kind == "yarn" else (keys, {})
+    return (
+        _yarn(c, sizes, architecture, family, keys, family_keys) if kind == "yarn" else (keys, {})
+    )
+
+
+RAMP_ENDS_ROUNDED = (
+    "rope_scaling.truncate is False, which files of a gpt-oss do not hold: packtrain and llama.cpp round the ends of"
+    " the ramp to whole pairs, as with all GGUF files of it"
+)
 
 
 def _yarn(
-    c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family, keys: Keys, own: Keys
+    c: Given,
+    sizes: Sizes,
+    architecture: arch.Architecture,
+    family: Family,
+    keys: Keys,
+    family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:
     """YaRN by its keys; by divisors of frequencies where llama.cpp reads no keys for its ramp, but divisors."""
-    found, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
-    original = c.number(ORIGINAL, found.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
-    turns = {key: c.number(f"rope_scaling.{key}", found.get(key) or n) for key, n in YARN.items()}
-    keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if found.get(key)}
+    params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
+    original = c.number(ORIGINAL, params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
+    turns = {k: c.number(f"rope_scaling.{k}", params.get(k) or n) for k, n in YARN.items()}
+    keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if params.get(key)}
     keys["rope.scaling.original_context_length"] = int(original)
     (fast, slow), latent = turns.values(), bool(family.latent)
-    scaling = RopeScaling("yarn", factor, 0, 1.0, fast, slow, float(str(own.get(MULTIPLIER, 0.0))))
-    turned = c.turned(sizes.head_width) if architecture.partial_rope else sizes.head_width
-    place = sizes.rope_dims or turned, c.base(family.rope_freq_base), int(original)
-    low, high = scaling.blend(*place, truncate=found.get("truncate") is not False) or (0.0, 1.0)
+    multiplier = float(str(family_keys.get(MULTIPLIER, 0.0)))
+    scaling = RopeScaling("yarn", factor, 0, 1.0, fast, slow, multiplier)
+    rotary_width = c.turned(sizes.head_width) if architecture.partial_rope else sizes.head_width
+    place = sizes.rope_dims or rotary_width, c.base(family.rope_freq_base), int(original)
+    blend = scaling.blend(*place, truncate=params.get("truncate") is not False)
+    low, high = blend or (0.0, 1.0)
     held = {key for key in YARN if f"rope.scaling.yarn_{key}" in architecture.keys}
     wrong = {key: n for key, n in YARN.items() if turns[key] != n and key not in held}
     wrong |= {} if (low, high) == scaling.blend(*place) else {"truncate": True}
-    longer = _growth(c, found, factor)
+    longer = _growth(c, params, factor)
     if wrong and FACTORS in architecture.optional:
         ramp = np.clip((np.arange(place[0] // 2) - low) / (high - low), 0, 1)
-        divisors = (1 / (1 - ramp + ramp / factor)).astype(np.float32)
-        return {ATTN_FACTOR: longer}, {FACTORS: divisors}
+        return {ATTN_FACTOR: longer}, {FACTORS: (1 / (1 - ramp + ramp / factor)).astype(np.float32)}
     if architecture.name in ROUNDED and wrong.pop("truncate", False):
-        c.notes.append(
-            "rope_scaling.truncate is False, which files of a gpt-oss do not hold: packtrain and llama.cpp round the"
-            " ends of the ramp to whole pairs, as with all GGUF files of it"
-        )
+        c.notes.append(RAMP_ENDS_ROUNDED)
     for key, n in wrong.items():
         right = f"{n}: files of a {architecture.name} hold no other"
-        raise c.wrong(f"rope_scaling.{key}", found.get(key), right)
-    more = longer / scaling.magnitude(factor, latent)
-    if abs(more - 1) <= CLOSE:
+        raise c.wrong(f"rope_scaling.{key}", params.get(key), right)
+    extra_factor = longer / scaling.magnitude(factor, latent)
+    if abs(extra_factor - 1) <= CLOSE:
         return keys, {}
-    if latent or ("rope.freq_base_swa" in own and not architecture.windows_plain):
+    _check_extra_factor(c, params, latent, family_keys, architecture)
+    return keys | {ATTN_FACTOR: extra_factor}, {}
+
+
+def _check_extra_factor(
+    c: Given,
+    rope_params: Mapping[str, Any],
+    latent: bool,
+    family_keys: Keys,
+    architecture: arch.Architecture,
+) -> None:
+    """Refuse a factor of attention that a file's key would apply in more places than the config does."""
+    if latent or ("rope.freq_base_swa" in family_keys and not architecture.windows_plain):
         # it would count where heads come from narrow vectors, or in blocks with a window, too
-        key = next(name for name in GROWTH if found.get(name))
-        raise c.wrong(f"rope_scaling.{key}", found.get(key), "left out")
-    return keys | {ATTN_FACTOR: more}, {}
+        key = next(name for name in GROWTH if rope_params.get(name))
+        raise c.wrong(f"rope_scaling.{key}", rope_params.get(key), "left out")
 
 
-def _growth(c: Given, found: Mapping[str, Any], factor: float) -> float:
+def _growth(c: Given, rope_params: Mapping[str, Any], factor: float) -> float:
     """What YaRN multiplies cosines and sines by."""
-    longer, own, shared = (
-        c.number(f"rope_scaling.{name}", found[name]) if found.get(name) else 0.0 for name in GROWTH
+    longer, mscale, shared = (
+        c.number(f"rope_scaling.{name}", rope_params[name]) if rope_params.get(name) else 0.0
+        for name in GROWTH
     )
-    own, shared = (own, shared) if own and shared else (1.0, 0.0)
+    mscale, shared = (mscale, shared) if mscale and shared else (1.0, 0.0)
     log = 0.1 * math.log(max(factor, 1.0))
-    return longer or (1 + own * log) / (1 + shared * log)
+    return longer or (1 + mscale * log) / (1 + shared * log)
 
 
 def _long(c: Given, count: int) -> dict[str, np.ndarray]:
@@ -272,9 +297,9 @@ def _long(c: Given, count: int) -> dict[str, np.ndarray]:
 def _llama3(c: Given, base: float, width: int) -> np.ndarray:
     """Llama 3's rope scaling: long wavelengths are stretched by `factor`, short ones are kept, with a ramp between."""
     names = "factor", "low_freq_factor", "high_freq_factor"
-    found = c.full_rotation()
-    factor, low, high = (c.number(f"rope_scaling.{name}", found.get(name)) for name in names)
-    original = c.number(ORIGINAL, found.get(ORIGINAL, c.get("max_position_embeddings")))
+    rope_params = c.full_rotation()
+    factor, low, high = (c.number(f"rope_scaling.{name}", rope_params.get(name)) for name in names)
+    original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get("max_position_embeddings")))
     waves = 2 * math.pi * base ** (np.arange(0, width, 2, dtype=np.float64) / width)
     smooth = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)

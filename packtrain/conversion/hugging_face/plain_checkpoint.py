@@ -22,7 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed(path, read_text(path), "this")
 
 
-def parsed(path: Path, text: str | bytes, what: str) -> dict[str, Any]:
+def parsed(path: Path, text: str | bytes, title: str) -> dict[str, Any]:
     """An object from JSON text; escaped lone surrogates are refused."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -30,9 +30,9 @@ def parsed(path: Path, text: str | bytes, what: str) -> dict[str, Any]:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {what} is not JSON: {' '.join(str(error).split())}") from None
+        raise InputError(f"{path}: {title} is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
-        raise InputError(f"{path}: {what} must be a JSON object")
+        raise InputError(f"{path}: {title} must be a JSON object")
     return value
 
 

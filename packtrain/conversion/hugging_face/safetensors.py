@@ -60,8 +60,10 @@ class Stored:
         if (self.kind, self.shape) != (other.kind, other.shape):
             return False
         size = math.prod(self.shape) * NBYTES[self.kind]
-        mine, its = (np.ndarray((size,), np.uint8, s.data, s.start) for s in (self, other))
-        return np.array_equal(mine, its)
+        own_bytes, other_bytes = (
+            np.ndarray((size,), np.uint8, s.data, s.start) for s in (self, other)
+        )
+        return np.array_equal(own_bytes, other_bytes)
 
     def array(self) -> np.ndarray:
         return np.ndarray(self.shape, self.dtype.numpy, self.data, self.start)
@@ -74,23 +76,25 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     if not (folder / INDEX).exists():
         raise InputError(_missing(folder / SINGLE))
     places = _places(folder / INDEX)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in dict.fromkeys(places.values()):
-        found |= open_file(folder / file)
-    missing = [name for name in places if name not in found]
+        tensors |= open_file(folder / file)
+    missing = [name for name in places if name not in tensors]
     if missing:
         raise InputError(
             f"{folder / places[missing[0]]}: tensor {missing[0]} is missing; {INDEX} lists it"
         )
-    return found
+    return tensors
 
 
 def _missing(path: Path) -> str:
     """Why there is no such file: which ones its folder has instead."""
-    shards, pickled = (sorted(n for e in ends for n in path.parent.glob(f"*{e}")) for ends in ENDS)
+    shards, pickled = (
+        sorted(n for e in suffixes for n in path.parent.glob(f"*{e}")) for suffixes in ENDS
+    )
     if pickled and not shards:
-        again = "load it with transformers or PEFT, and save it by save_pretrained"
-        return f"{pickled[0]}: pickled tensors are not read; {again}, which writes {path.name}"
+        remedy = "load it with transformers or PEFT, and save it by save_pretrained"
+        return f"{pickled[0]}: pickled tensors are not read; {remedy}, which writes {path.name}"
     if shards and path.name == SINGLE:
         return f"{shards[0]}: it is one of several files, and {INDEX}, which lists them, is missing; get all"
     return f"{path}: is missing; tensors must be in safetensors files"
@@ -101,10 +105,10 @@ def _places(path: Path) -> dict[str, str]:
     places = read_json(path).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
         raise InputError(f"{path}: weight_map must be an object of file names")
-    outside = [f for f in places.values() if Path(f).name != f]
-    if outside:
+    bad_paths = [f for f in places.values() if Path(f).name != f]
+    if bad_paths:
         raise InputError(
-            f"{path}: {outside[0]!r} is not a file of this folder; it must be a name without folders"
+            f"{path}: {bad_paths[0]!r} is not a file of this folder; it must be a name without folders"
         )
     return places
 

@@ -55,9 +55,11 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        one = self._part(np.broadcast_to(np.float32(0), self.sources[0].shape)).shape
-        rows = (sum(end - at for at, end in self.spans),) if self.spans else one[:1]
-        return (len(self.sources), *one) if self.stacked else (rows[0] + self.padded, *one[1:])
+        part_shape = self._part(np.broadcast_to(np.float32(0), self.sources[0].shape)).shape
+        rows = (sum(end - at for at, end in self.spans),) if self.spans else part_shape[:1]
+        if self.stacked:
+            return (len(self.sources), *part_shape)
+        return (rows[0] + self.padded, *part_shape[1:])
 
     def _part(self, array: np.ndarray) -> np.ndarray:
         if self.heads:
@@ -119,10 +121,10 @@ class Blocks(Tensor):
         """The blocks of an expert at a time, (rows, G)."""
         nibbles, scales = (source.raw()[self.cut] for source in self.sources)
         for pairs, scale in zip(nibbles, scales, strict=True):
-            each = np.stack((pairs & 15, pairs >> 4), -1).reshape(*scale.shape, MXFP4.block)
-            both = each[..., :HALF] | each[..., HALF:] << 4
-            made = np.concatenate((scale[..., None], both), -1).astype(np.uint8)
-            yield np.ascontiguousarray(made).view(MXFP4.numpy)[..., 0]
+            codes = np.stack((pairs & 15, pairs >> 4), -1).reshape(*scale.shape, MXFP4.block)
+            packed_codes = codes[..., :HALF] | codes[..., HALF:] << 4
+            block_bytes = np.concatenate((scale[..., None], packed_codes), -1).astype(np.uint8)
+            yield np.ascontiguousarray(block_bytes).view(MXFP4.numpy)[..., 0]
 
 
 def order(spans: Spans) -> np.ndarray:
@@ -148,18 +150,18 @@ class _Found:
     def __init__(self, checkpoint: Checkpoint, family: Family, blocks: int) -> None:
         self.folder, prefix = checkpoint.folder, family.names.prefix
         self.tensors, self.first = dict[str, Stored](), next(iter(checkpoint.tensors.values()))
-        gone = f"{prefix}{family.names.blocks}."
+        block_prefix = f"{prefix}{family.names.blocks}."
         for name, stored in checkpoint.tensors.items():
-            at = name.removeprefix(gone).split(".")[0] if family.more_blocks else ""
+            at = name.removeprefix(block_prefix).split(".")[0] if family.more_blocks else ""
             if at.isdecimal() and int(at) >= blocks:
                 continue
-            for end, usual in family.ends.items():
-                name = name.removesuffix(end) + usual if name.endswith(end) else name
-            for other, usual in family.same.items():
-                name = name.replace(f".{other}.", f".{usual}.")
+            for end, canonical in family.ends.items():
+                name = name.removesuffix(end) + canonical if name.endswith(end) else name
+            for alias, canonical in family.same.items():
+                name = name.replace(f".{alias}.", f".{canonical}.")
             if not (family.unused and name.endswith(family.unused)):
-                there = name.startswith((prefix, HEAD))
-                self.tensors[name if there else prefix + name] = stored
+                has_prefix = name.startswith((prefix, HEAD))
+                self.tensors[name if has_prefix else prefix + name] = stored
 
     def take(self, name: str, shape: tuple[int, ...], *, flat: bool = False) -> Stored:
         """A tensor of this shape; with `flat` it has one axis there."""
@@ -192,55 +194,55 @@ def _is_nothing(name: str, stored: Stored) -> bool:
 
 def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[Tensor]:
     """Every tensor of the GGUF file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
-    found, width, names = (
+    sources, width, names = (
         _Found(checkpoint, family, config.block_count),
         config.embedding_length,
         family.names,
     )
-    embedding = found.take(f"{names.prefix}{names.embedding}.weight", (config.vocab_size, width))
+    embedding = sources.take(f"{names.prefix}{names.embedding}.weight", (config.vocab_size, width))
     tensors = [Tensor("token_embd.weight", (embedding,))]
     if names.positions:
         learned = f"{names.prefix}{names.positions}.weight", (config.context_length, width)
-        tensors.append(Tensor(POSITIONS, (found.take(*learned),)))
-    every = shapes(config)
+        tensors.append(Tensor(POSITIONS, (sources.take(*learned),)))
+    all_shapes = shapes(config)
     for module, name in names.outside.items():
-        if (weight := f"{name}.weight") in every:
-            tensors.append(_outside(found, f"{names.prefix}{module}.weight", weight, every[weight]))
+        if (weight := f"{name}.weight") in all_shapes:
+            source = f"{names.prefix}{module}.weight"
+            tensors.append(_outside(sources, source, weight, all_shapes[weight]))
     for i in range(config.block_count):
-        tensors += _block(found, i, config, family)
+        tensors += _block(sources, i, config, family)
     norm = f"{names.prefix}{names.norm}"
-    tensors += _both(found, norm, config.traits.last_norm, (width,), config, family.norm_shift)
-    tensors += _head(found, embedding, config)
-    found.check_empty()
+    tensors += _both(sources, norm, config.traits.last_norm, (width,), config, family.norm_shift)
+    tensors += _head(sources, embedding, config)
+    sources.check_empty()
     changes = family.changes(checkpoint.config, config)
     return [replace(t, changed=changes.get(_part(t.name))) for t in tensors]
 
 
-def _head(found: _Found, embedding: Stored, config: Config) -> Iterator[Tensor]:
+def _head(sources: _Found, embedding: Stored, config: Config) -> Iterator[Tensor]:
     """The output head. Some folders of tied models repeat the embedding; others have a head of their own: it counts."""
     name, traits = f"{HEAD}weight", config.traits
-    head = found.tensors.get(name)
+    head = sources.tensors.get(name)
     repeated = config.tied if head is None else head.same(embedding)
     if repeated and (config.tied or traits.always_tied) and not traits.always_apart:
-        found.tensors.pop(name, None)
+        sources.tensors.pop(name, None)
     elif repeated and head is None:
         yield Tensor("output.weight", (embedding,))
     elif traits.always_tied:
         right = "files of its architecture have no head of their own"
-        raise InputError(f"{found.folder}: {name} is not the embedding; {right}")
+        raise InputError(f"{sources.folder}: {name} is not the embedding; {right}")
     else:
-        yield from _both(found, HEAD[:-1], "output", embedding.shape, config)
+        yield from _both(sources, HEAD[:-1], "output", embedding.shape, config)
 
 
-def _outside(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:
+def _outside(sources: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:
     """A tensor outside blocks; the embeddings of blocks may lack the last tokens, those of images and sounds."""
     if "{}" in source:
-        return _stacked(found, source, name, shape)
-    there = found.tensors.get(source)
-    rows = (
-        min(there.shape[0], shape[0]) if there and name == f"{LAYER_INPUTS[0]}.weight" else shape[0]
-    )
-    return Tensor(name, (found.take(source, (rows, *shape[1:])),), padded=shape[0] - rows)
+        return _stacked(sources, source, name, shape)
+    stored = sources.tensors.get(source)
+    may_lack_tokens = stored and name == f"{LAYER_INPUTS[0]}.weight"
+    rows = min(stored.shape[0], shape[0]) if stored and may_lack_tokens else shape[0]
+    return Tensor(name, (sources.take(source, (rows, *shape[1:])),), padded=shape[0] - rows)
 
 
 def _part(name: str) -> str:
@@ -250,7 +252,7 @@ def _part(name: str) -> str:
 
 
 def _both(
-    found: _Found,
+    sources: _Found,
     module: str,
     name: str,
     shape: tuple[int, ...],
@@ -258,130 +260,140 @@ def _both(
     shift: float = 0.0,
 ) -> Iterator[Tensor]:
     """A weight, and its bias if the model has it."""
-    yield Tensor(f"{name}.weight", (found.take(f"{module}.weight", shape),), shift=shift)
+    yield Tensor(f"{name}.weight", (sources.take(f"{module}.weight", shape),), shift=shift)
     if f"{name}.bias" in config.optional:
-        yield Tensor(f"{name}.bias", (found.take(f"{module}.bias", shape[:1]),))
+        yield Tensor(f"{name}.bias", (sources.take(f"{module}.bias", shape[:1]),))
 
 
-def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
+def _block(sources: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
     """The tensors of a block: weights and biases, then those of its experts."""
-    shapes, turned = block_shapes(config, i), turned_heads(config, family)
+    shapes, permuted_heads = block_shapes(config, i), turned_heads(config, family)
     spans, columns = family.spans(config), family.columns(config)
     at = f"{family.names.prefix}{family.names.blocks}.{i}"
     for module, part in family.block.items():
         for kind in ("weight", "bias"):
-            bare = kind == "weight" and part in shapes
-            name = part if bare else f"{part}.{kind}"
+            is_unsuffixed = kind == "weight" and part in shapes
+            name = part if is_unsuffixed else f"{part}.{kind}"
             shape = shapes.get(name)
-            idle = f"blk.{i}.{name}" in unread(config)
-            if shape is None and idle:
-                found.tensors.pop(f"{at}.{module}.{kind}", None)
+            is_unused = f"blk.{i}.{name}" in unread(config)
+            if shape is None and is_unused:
+                sources.tensors.pop(f"{at}.{module}.{kind}", None)
             if shape is None:
                 continue
-            if idle and f"{at}.{module}.{kind}" not in found.tensors:
-                yield Idle(f"blk.{i}.{name}", (found.first,), size=shape)
+            if is_unused and f"{at}.{module}.{kind}" not in sources.tensors:
+                yield Idle(f"blk.{i}.{name}", (sources.first,), size=shape)
                 continue
             if "{}" in module:
-                yield _stacked(found, f"{at}.{module}.{kind}", f"blk.{i}.{name}", shape)
+                yield _stacked(sources, f"{at}.{module}.{kind}", f"blk.{i}.{name}", shape)
                 continue
-            across = family.transposed and len(shape) > 1
+            is_transposed = family.transposed and len(shape) > 1
             flat = part in FLAT and kind == "weight"
-            stored = found.take(f"{at}.{module}.{kind}", shape[:: -1 if across else 1], flat=flat)
+            size = shape[:: -1 if is_transposed else 1]
+            stored = sources.take(f"{at}.{module}.{kind}", size, flat=flat)
             yield Tensor(
                 f"blk.{i}.{name}",
                 (stored,),
-                turned=turned.get(part, 0),
+                turned=permuted_heads.get(part, 0),
                 shift=family.norm_shift if name.endswith("_norm.weight") and part != GATED else 0.0,
-                transposed=across,
+                transposed=is_transposed,
                 spans=spans.get(part, ()),
                 columns=columns.get(part, ()),
             )
-    yield from _joined(found, at, i, config, family)
+    yield from _joined(sources, at, i, config, family)
     if family.latent and config.latent:
-        yield from _by_heads(found, f"{at}.{family.latent}.weight", i, config)
+        yield from _by_heads(sources, f"{at}.{family.latent}.weight", i, config)
     if family.experts is not None:
-        yield from _mixture(found, at, i, config, family.experts)
+        yield from _mixture(sources, at, i, config, family.experts)
 
 
-def _joined(found: _Found, at: str, i: int, config: Config, family: Family) -> Iterator[Tensor]:
+def _joined(sources: _Found, at: str, i: int, config: Config, family: Family) -> Iterator[Tensor]:
     """The tensors that share out the rows of one."""
     shapes = block_shapes(config, i)
     for module, parts in family.joined.items():
         if f"{parts[0]}.weight" in shapes:
             spans, width = family.spans(config), config.embedding_length
-            turned = turned_heads(config, family)
+            permuted_heads = turned_heads(config, family)
             rows = sum(end - start for part in parts for start, end in spans[part])
-            source = found.take(f"{at}.{module}.weight", (rows, width))
+            source = sources.take(f"{at}.{module}.weight", (rows, width))
             for part in parts:
-                heads = turned.get(part, 0)
+                heads = permuted_heads.get(part, 0)
                 yield Tensor(f"blk.{i}.{part}.weight", (source,), turned=heads, spans=spans[part])
 
 
-def _mixture(found: _Found, at: str, i: int, config: Config, experts: Experts) -> Iterator[Tensor]:
+def _mixture(
+    sources: _Found, at: str, i: int, config: Config, experts: Experts
+) -> Iterator[Tensor]:
     """The tensors of experts: some checkpoints have those of each, some have stacked them."""
     matrices, shapes = experts.matrices, block_shapes(config, i)
-    apart = any(f"{at}.{module.format(0)}.weight" in found.tensors for module in matrices)
-    if not apart:
-        yield from _experts(found, at, i, config, experts)
-    if not config.mixture(i) or (experts.stacked and not apart):
+    is_separate = any(f"{at}.{module.format(0)}.weight" in sources.tensors for module in matrices)
+    if not is_separate:
+        yield from _experts(sources, at, i, config, experts)
+    if not config.mixture(i) or (experts.stacked and not is_separate):
         return
     for module, part in matrices.items():
         name = f"{part}.weight"
-        yield _stacked(found, f"{at}.{module}.weight", f"blk.{i}.{name}", shapes[name])
+        yield _stacked(sources, f"{at}.{module}.weight", f"blk.{i}.{name}", shapes[name])
 
 
-def _by_heads(found: _Found, name: str, i: int, config: Config) -> Iterator[Tensor]:
+def _by_heads(sources: _Found, name: str, i: int, config: Config) -> Iterator[Tensor]:
     """The matrices that make keys and values from a narrow vector, out of one in which those of a head are together."""
-    heads, plain = config.head_count, config.head_width - config.rope_width
-    each = plain + config.value_width
-    source = found.take(name, (heads * each, config.kv_lora_rank))
-    for part, rows in (("attn_k_b", slice(0, plain)), ("attn_v_b", slice(plain, each))):
-        cut, across = (slice(None), rows), part == "attn_k_b"
-        yield Tensor(f"blk.{i}.{part}.weight", (source,), transposed=across, heads=heads, cut=cut)
+    heads, nope_width = config.head_count, config.head_width - config.rope_width
+    rows_per_head = nope_width + config.value_width
+    source = sources.take(name, (heads * rows_per_head, config.kv_lora_rank))
+    for part, rows in (
+        ("attn_k_b", slice(0, nope_width)),
+        ("attn_v_b", slice(nope_width, rows_per_head)),
+    ):
+        cut, is_transposed = (slice(None), rows), part == "attn_k_b"
+        yield Tensor(
+            f"blk.{i}.{part}.weight", (source,), transposed=is_transposed, heads=heads, cut=cut
+        )
 
 
-def _experts(found: _Found, at: str, i: int, config: Config, experts: Experts) -> Iterator[Tensor]:
+def _experts(
+    sources: _Found, at: str, i: int, config: Config, experts: Experts
+) -> Iterator[Tensor]:
     """The tensors of experts that the checkpoint has stacked, two of them maybe as one."""
-    shapes, taken = block_shapes(config, i), dict[str, Stored]()
-    for part, (module, first, every) in experts.stacked.items():
+    shapes, loaded = block_shapes(config, i), dict[str, Stored]()
+    for part, (module, first, stride) in experts.stacked.items():
         for kind in ("weight", "bias"):
             shape, name = shapes.get(f"{part}.{kind}"), f"{at}.{module}.{kind}"
             if shape is None:
                 continue
             count, inputs = (shape[:-2], shape[-1:]) if kind == "weight" else (shape[:-1], ())
             outputs = shape[len(count)]
-            blocks, rows = f"{at}.{module}_blocks", (*count, outputs * every)
-            chosen = slice(first, None, every)
+            blocks, rows = f"{at}.{module}_blocks", (*count, outputs * stride)
+            chosen = slice(first, None, stride)
             if experts.together:
                 chosen = slice(first * outputs, (first + 1) * outputs)
             by_rows = experts.rows or not inputs
             cut: Cut = (
                 (..., chosen, *(slice(None) for _ in inputs)) if experts.rows else (..., chosen)
             )
-            if blocks in found.tensors.keys() | taken.keys() and inputs:
+            if blocks in sources.tensors.keys() | loaded.keys() and inputs:
                 groups, cut = (*rows, inputs[0] // MXFP4.block), (slice(None), chosen)
                 shapes_of = {blocks: (*groups, HALF), f"{at}.{module}_scales": groups}
             else:
                 shapes_of = {name: (*rows, *inputs) if by_rows else (*count, *inputs, rows[-1])}
-            for source, wanted in shapes_of.items():
-                if source not in taken:
-                    taken[source] = found.take(source, wanted)
+            for source, required_shape in shapes_of.items():
+                if source not in loaded:
+                    loaded[source] = sources.take(source, required_shape)
             yield (Blocks if len(shapes_of) > 1 else Tensor)(
                 f"blk.{i}.{part}.{kind}",
-                tuple(taken[source] for source in shapes_of),
+                tuple(loaded[source] for source in shapes_of),
                 transposed=not by_rows,
                 cut=cut,
             )
 
 
-def _stacked(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:
+def _stacked(sources: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:
     """A tensor from those of each expert or head, whose number is {} in their names."""
-    count, *one = shape
-    taken = tuple(found.take(source.format(n), tuple(one)) for n in range(count))
-    return Tensor(name, taken, stacked=True)
+    count, *slice_shape = shape
+    slices = tuple(sources.take(source.format(n), tuple(slice_shape)) for n in range(count))
+    return Tensor(name, slices, stacked=True)
 
 
 def turned_heads(config: Config, family: Family) -> dict[str, int]:
     """Tensors whose rows are permuted in GGUF files, and their heads: checkpoints pair halves."""
-    apart = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
-    return {} if config.traits.halves or family.pairs else apart
+    head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
+    return {} if config.traits.halves or family.pairs else head_counts

@@ -39,25 +39,28 @@ def check_agreement(
     `pieces`, which `joins` runs of spaces. Byte-level vocabularies are not read in another way.
     """
     texts: Iterable[str] = _texts(tokenizer)
-    alike, source = steps.alike if steps else _joined if joins else str, "the tokenizers package"
-    theirs = _by_package(path) if fast else None
-    if steps and theirs:
+    normalize, source = (
+        steps.alike if steps else _joined if joins else str,
+        "the tokenizers package",
+    )
+    reference = _by_package(path) if fast else None
+    if steps and reference:
         texts = chain(texts, _special(steps, fast))
-    elif theirs is None:
-        source, theirs = "sentencepiece", pieces
+    elif reference is None:
+        source, reference = "sentencepiece", pieces
         if steps and steps.pieces:
-            source, theirs = "its list of merges", _by_merges(fast["model"]["vocab"], steps)
-        mine = (id for id, kind in enumerate(tokenizer.kinds) if kind == USER_DEFINED)
-        names = [tokenizer.tokens[id].decode(errors="replace") for id in mine]
+            source, reference = "its list of merges", _by_merges(fast["model"]["vocab"], steps)
+        user_ids = (id for id, kind in enumerate(tokenizer.kinds) if kind == USER_DEFINED)
+        names = [tokenizer.tokens[id].decode(errors="replace") for id in user_ids]
         texts = (text for text in texts if not any(name in text for name in names))
-    if theirs is None:
+    if reference is None:
         return
-    for text in map(alike, texts):
-        wanted, got = theirs(text), tokenizer.encode(text, bos=False, eos=False)
-        if wanted != got:
+    for text in map(normalize, texts):
+        expected, actual = reference(text), tokenizer.encode(text, bos=False, eos=False)
+        if expected != actual:
             raise InputError(
                 f"{path}: the GGUF's vocabulary would be another: {source} encodes {text[:60]!r} as"
-                f" {wanted[:20]}, the GGUF as {got[:20]}"
+                f" {expected[:20]}, the GGUF as {actual[:20]}"
             )
 
 
@@ -71,20 +74,20 @@ def _texts(tokenizer: Tokenizer) -> Iterator[str]:
     samples, frames = (
         [
             part.encode("latin-1").decode("unicode_escape")
-            for part in given.replace("\n", "").split("|")
+            for part in joined_text.replace("\n", "").split("|")
         ]
-        for given in (SAMPLES, FRAMES)
+        for joined_text in (SAMPLES, FRAMES)
     )
     yield from (frame.replace("{}", sample) for sample in samples for frame in frames)
     draw = random.Random(1)
     ids = [id for id, kind in enumerate(tokenizer.kinds) if kind == NORMAL]
-    made = (tokenizer.decode(draw.choices(ids, k=3)) for _ in range(PAIRED if ids else 0))
-    yield from (text for text in made if "\ufffd" not in text)
+    decoded = (tokenizer.decode(draw.choices(ids, k=3)) for _ in range(PAIRED if ids else 0))
+    yield from (text for text in decoded if "\ufffd" not in text)
 
 
 def _special(steps: Steps, fast: Mapping[str, Any]) -> Iterator[str]:
     """Added tokens within texts."""
-    names = [str(as_object(one).get("content")) for one in as_list(fast.get("added_tokens"))]
+    names = [str(as_object(token).get("content")) for token in as_list(fast.get("added_tokens"))]
     for name in names[:SPECIALS] + names[-SPECIALS:]:
         yield from (frame.replace("{}", name) for frame in steps.frames)
 
@@ -108,10 +111,10 @@ def _by_merges(vocabulary: Mapping[str, int], steps: Steps) -> Encode:
     def encode(text: str) -> list[int]:
         text = (SPACE if steps.space and text else "") + text.replace(" ", SPACE)
         parts = merge([c.encode() for c in text], lambda a, b: ranks.get((a, b)))
-        known = ((part, vocabulary.get(part.decode())) for part in parts)
+        part_ids = ((part, vocabulary.get(part.decode())) for part in parts)
         return [
-            one for part, id in known
-            for one in ([vocabulary[f"<0x{b:02X}>"] for b in part] if id is None else [id])
+            token_id for part, id in part_ids
+            for token_id in ([vocabulary[f"<0x{b:02X}>"] for b in part] if id is None else [id])
         ]  # fmt: skip
 
     return encode

@@ -33,8 +33,8 @@ class PieceModel:
 
     def encoder(self, leads: bool) -> Callable[[str], list[int]]:
         """Encodes as the sentencepiece package does, with or without a space before a text."""
-        other = self.raw + bytes([NORMALIZER, 2, LEADS, leads])  # the last one counts
-        processor = sentencepiece.SentencePieceProcessor(model_proto=other)
+        proto = self.raw + bytes([NORMALIZER, 2, LEADS, leads])  # the last one counts
+        processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
         return lambda text: list(processor.encode(text))
 
 
@@ -44,22 +44,22 @@ def read_pieces(path: Path) -> PieceModel:
         raw = path.read_bytes()
         processor = sentencepiece.SentencePieceProcessor(model_proto=raw)
         listed = _fields(raw)
-        made = [dict(_fields(value)) for key, value in listed if key == PIECE]
+        piece_fields = [dict(_fields(value)) for key, value in listed if key == PIECE]
         pieces = [
-            (p[TEXT].decode(), p.get(KIND, NORMAL), *struct.unpack("<f", p.get(SCORE, bytes(4)))) for p in made
+            (p[TEXT].decode(), p.get(KIND, NORMAL), *struct.unpack("<f", p.get(SCORE, bytes(4)))) for p in piece_fields
         ]  # fmt: skip
-        trainer, before = (
+        trainer, normalizer = (
             dict(_fields(b"".join(value for key, value in listed if key == part)))
             for part in (TRAINER, NORMALIZER)
         )
     except (OSError, RuntimeError, ValueError, LookupError, struct.error):
         raise InputError(f"{path}: this is not a SentencePiece model") from None
-    kind, replacements = trainer.get(ALGORITHM, UNIGRAM), before.get(REPLACEMENTS, b"")
-    joins, unigram = bool(before.get(JOINS, 1)), kind == UNIGRAM
+    kind, replacements = trainer.get(ALGORITHM, UNIGRAM), normalizer.get(REPLACEMENTS, b"")
+    joins, unigram = bool(normalizer.get(JOINS, 1)), kind == UNIGRAM
     for wrong, text in (
         (kind not in (UNIGRAM, BPE), "model_type must be BPE or UNIGRAM"),
         (trainer.get(SPACE_BEHIND), "treat_whitespace_as_suffix must be false"),
-        (not before.get(ESCAPES, 1), "escape_whitespaces must be true"),
+        (not normalizer.get(ESCAPES, 1), "escape_whitespaces must be true"),
         (unigram and any(piece[1] == BYTE for piece in pieces), "byte_fallback must be false for UNIGRAM"),
         (not unigram and replacements, "normalization_rule_name must be identity for BPE"),
     ):  # fmt: skip
@@ -68,7 +68,7 @@ def read_pieces(path: Path) -> PieceModel:
     ids = {name: getattr(processor, f"{name}_id")() for name in ("bos", "eos", "unk", "pad")}
     special = {name: id for name, id in ids.items() if id >= 0}
     return PieceModel(
-        raw, pieces, unigram, bool(before.get(LEADS, 1)), joins, replacements, special
+        raw, pieces, unigram, bool(normalizer.get(LEADS, 1)), joins, replacements, special
     )
 
 
@@ -77,10 +77,10 @@ def _fields(raw: bytes) -> list[tuple[int, Any]]:
     fields, at = [], 0
     while at < len(raw):
         key, at = _number(raw, at)
-        value, after = _number(raw, at) if key % 8 in (0, 2) else (0, at)
+        value, value_start = _number(raw, at) if key % 8 in (0, 2) else (0, at)
         size = {0: 0, 1: 8, 2: value, 5: 4}[key % 8]
-        fields.append((key, raw[after : after + size] if key % 8 else value))
-        at = after + size
+        fields.append((key, raw[value_start : value_start + size] if key % 8 else value))
+        at = value_start + size
     return fields
 
 

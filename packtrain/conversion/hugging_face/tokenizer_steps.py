@@ -78,19 +78,21 @@ def read_steps(path: Path, fast: Step) -> Steps:
     model, places = as_object(fast.get("model")), ("normalizer", "pre_tokenizer", "decoder")
     flat = {place: flattened(path, place, fast.get(place)) for place in places}
     spelled = any(step["type"] == "ByteLevel" for step in flat["pre_tokenizer"])
-    for place, known in (OF_BYTES if spelled else OF_PIECES).items():
-        _check(path, place, flat.get(place, [{"type": "BPE"} | model]), known)
+    for place, allowed in (OF_BYTES if spelled else OF_PIECES).items():
+        _check(path, place, flat.get(place, [{"type": "BPE"} | model]), allowed)
     merges = _merges(as_list(model.get("merges")))
     if not isinstance(model.get("vocab"), dict) or "merges" not in model or merges is None:
         raise InputError(f"{path}: model must be a BPE with vocab and merges")
-    before = [step["type"] for step in flat["normalizer"]]
-    steps = Steps(merges, replaces="Replace" in before)
-    (_read_bytes if spelled else _read_pieces)(path, fast, steps, before, flat["pre_tokenizer"])
-    _check_added(path, fast, steps, before)
-    if "NFC" in before:
-        alike = steps.alike
+    normalizer_kinds = [step["type"] for step in flat["normalizer"]]
+    steps = Steps(merges, replaces="Replace" in normalizer_kinds)
+    (_read_bytes if spelled else _read_pieces)(
+        path, fast, steps, normalizer_kinds, flat["pre_tokenizer"]
+    )
+    _check_added(path, fast, steps, normalizer_kinds)
+    if "NFC" in normalizer_kinds:
+        normalize = steps.alike
         steps.notes.append("normalizer NFC is not applied by readers of GGUF: compose accents")
-        steps.alike = lambda text: alike(unicodedata.normalize("NFC", text))
+        steps.alike = lambda text: normalize(unicodedata.normalize("NFC", text))
     cut = (key for key in ("truncation", "padding") if fast.get(key))
     steps.notes += [f"{key} is left out: texts are encoded as a whole" for key in cut]
     decoded = {step["type"] for step in flat["decoder"]}
@@ -124,31 +126,31 @@ def _check_added(path: Path, fast: Step, steps: Steps, before: list[str]) -> Non
             )
 
 
-def flattened(path: Path, place: str, given: Any) -> list[Step]:
+def flattened(path: Path, place: str, raw_step: Any) -> list[Step]:
     """The steps of a place in order, each with a type."""
-    if given is None:
+    if raw_step is None:
         return []
-    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+    if not isinstance(raw_step, dict) or not isinstance(raw_step.get("type"), str):
         raise InputError(
-            f"{path}: {place} has {str(given)[:80]!r}; a step is an object with a type"
+            f"{path}: {place} has {str(raw_step)[:80]!r}; a step is an object with a type"
         )
-    if given["type"] != "Sequence":
-        return [given]
-    listed: Iterable[Any] = next((as_list(given[key]) for key in given if key != "type"), [])
-    return [step for one in listed for step in flattened(path, place, one)]
+    if raw_step["type"] != "Sequence":
+        return [raw_step]
+    listed: Iterable[Any] = next((as_list(raw_step[key]) for key in raw_step if key != "type"), [])
+    return [step for nested_step in listed for step in flattened(path, place, nested_step)]
 
 
-def _check(path: Path, place: str, steps: list[Step], known: Known) -> None:
+def _check(path: Path, place: str, steps: list[Step], allowed: Known) -> None:
     for step in steps:
         kind = str(step.get("type"))
-        if kind not in known:
-            right = f"only {', '.join(known)} can be converted"
+        if kind not in allowed:
+            right = f"only {', '.join(allowed)} can be converted"
             raise InputError(
                 f"{path}: {place} is {kind}, which a GGUF vocabulary does not have; {right}"
             )
-        if kind not in ("Digits", "Split") and sum(one.get("type") == kind for one in steps) > 1:
+        if kind not in ("Digits", "Split") and sum(peer.get("type") == kind for peer in steps) > 1:
             raise InputError(f"{path}: {place} has {kind} twice; a GGUF vocabulary has it once")
-        for name, values in known[kind].items():
+        for name, values in allowed[kind].items():
             if step.get(name) not in values:
                 raise InputError(
                     f"{path}: {place} {kind}: {name} is {str(step.get(name))[:60]!r}; it must be"
@@ -166,7 +168,9 @@ def _merges(listed: list[Any]) -> list[tuple[str, str]] | None:
 # ---- SentencePiece's BPE -------------------------------------------------------------------------------------
 
 
-def _read_pieces(path: Path, fast: Step, steps: Steps, before: list[str], cuts: list[Step]) -> None:
+def _read_pieces(
+    path: Path, fast: Step, steps: Steps, normalizer_kinds: list[str], cuts: list[Step]
+) -> None:
     vocabulary = fast["model"]["vocab"]
     missing = next((name for name in BYTE_NAMES if name not in vocabulary), "")
     meta = next((step for step in cuts if step["type"] == "Metaspace"), {})
@@ -182,7 +186,7 @@ def _read_pieces(path: Path, fast: Step, steps: Steps, before: list[str], cuts: 
         if wrong:
             raise InputError(f"{path}: {text}")
     _check_made(path, fast, steps, fast["model"].get("ignore_merges") is True)
-    steps.space = "Prepend" in before
+    steps.space = "Prepend" in normalizer_kinds
     old = "never" if meta.get("add_prefix_space") is False else "always"
     scheme = meta.get("prepend_scheme") or old
     if meta and not steps.space and scheme != "never":
@@ -196,24 +200,36 @@ def _read_pieces(path: Path, fast: Step, steps: Steps, before: list[str], cuts: 
 # ---- byte-level BPE ------------------------------------------------------------------------------------------
 
 
-def _read_bytes(path: Path, fast: Step, steps: Steps, before: list[str], cuts: list[Step]) -> None:
+def _read_bytes(
+    path: Path, fast: Step, steps: Steps, normalizer_kinds: list[str], cuts: list[Step]
+) -> None:
     model = fast["model"]
-    gone = next((b for b in IN_TEXTS if ALPHABET[b] not in model["vocab"]), None)
-    if gone is not None and model.get("unk_token") is not None:
-        raise InputError(f"{path}: byte {gone} has no token; a GGUF vocabulary has all bytes")
-    patterns, known = tuple(filter(None, (_pattern(path, step) for step in cuts))), known_steps()
-    if patterns not in known:
-        names = dict.fromkeys(name for alike in known.values() for name in alike.values())
+    missing_byte = next((b for b in IN_TEXTS if ALPHABET[b] not in model["vocab"]), None)
+    if missing_byte is not None and model.get("unk_token") is not None:
+        raise InputError(
+            f"{path}: byte {missing_byte} has no token; a GGUF vocabulary has all bytes"
+        )
+    patterns, pre_tokenizers = (
+        tuple(filter(None, (_pattern(path, step) for step in cuts))),
+        known_steps(),
+    )
+    if patterns not in pre_tokenizers:
+        names = dict.fromkeys(
+            name for variants in pre_tokenizers.values() for name in variants.values()
+        )
         raise InputError(
             f"{path}: pre_tokenizer splits words by {' '.join(map(repr, patterns))[:200]}; only those of"
             f" {', '.join(names)} are known"
         )
-    whole, other = model.get("ignore_merges") is True, next(iter(known[patterns].values()))
-    steps.pieces, steps.pre = False, known[patterns].get(whole, other)
+    ignores_merges, fallback = (
+        model.get("ignore_merges") is True,
+        next(iter(pre_tokenizers[patterns].values())),
+    )
+    steps.pieces, steps.pre = False, pre_tokenizers[patterns].get(ignores_merges, fallback)
     rule = RULES[steps.pre]
     if cuts[-1]["type"] != "ByteLevel" and steps.pre != "falcon":
         raise InputError(f"{path}: pre_tokenizer must end with ByteLevel for {steps.pre}")
-    _check_made(path, fast, steps, whole is not bool(rule.whole))
+    _check_made(path, fast, steps, ignores_merges is not bool(rule.whole))
     if rule.patterns != patterns:
         steps.alike = lambda text: text if text.isascii() else ""
         steps.notes.append(
@@ -228,8 +244,8 @@ def _pattern(path: Path, step: Step) -> str:
     if kind == "ByteLevel":
         return GPT_2_STEP if step.get("use_regex", True) is not False else ""
     pattern = str(as_object(step.get("pattern")).get("Regex"))
-    whole = step.get("invert") is True and pattern.endswith(r"|\s+")  # nothing lies between
-    if step.get("behavior") == "Removed" and not whole:
+    covers_text = step.get("invert") is True and pattern.endswith(r"|\s+")  # nothing lies between
+    if step.get("behavior") == "Removed" and not covers_text:
         raise InputError(f"{path}: pre_tokenizer Split drops text; its behavior must be Isolated")
     individual = kind == "Digits" and step.get("individual_digits") is True
     return pattern if kind == "Split" else DIGITS_STEP if individual else str(kind)

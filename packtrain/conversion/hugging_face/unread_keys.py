@@ -64,28 +64,28 @@ def _is_ignored(key: str) -> bool:
     return key in IGNORED or key.endswith(IGNORED_ENDS) or key.startswith(IGNORED_STARTS)
 
 
-def check_unread(given: Given, windows: bool) -> int:
+def check_unread(hf_config: Given, windows: bool) -> int:
     """Raise InputError for a key that may change the computation, and that the conversion has not asked for.
 
     Returns the window that the file does not hold; 0: there is none.
 
     windows  the class has windows unless `use_sliding_window` says otherwise
     """
-    within = 0 if WINDOW in given.read else given.within(windows)
-    for key, value in given.unread():
-        inside = key.startswith(tuple(f"{rope}." for rope in ROPES))
-        name = key.rsplit(".", 1)[-1] if inside else key
-        if value is None or (name in IGNORED_ROPE if inside else _is_ignored(key)):
+    within = 0 if WINDOW in hf_config.read else hf_config.within(windows)
+    for key, value in hf_config.unread():
+        in_rope = key.startswith(tuple(f"{rope}." for rope in ROPES))
+        name = key.rsplit(".", 1)[-1] if in_rope else key
+        if value is None or (name in IGNORED_ROPE if in_rope else _is_ignored(key)):
             continue
         if name == "layer_types" and isinstance(value, list):
             if {*map(str, value)} - {FULL, SLIDING if within else FULL}:
-                raise given.wrong(key, value, f"{FULL} alone")
+                raise hf_config.wrong(key, value, f"{FULL} alone")
         elif not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool)
-            for one in NEUTRAL.get(name, ())
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in NEUTRAL.get(name, ())
         ):
             right = " or ".join(map(repr, NEUTRAL.get(name, ()))) or "left out"
-            raise given.wrong(
+            raise hf_config.wrong(
                 key,
                 value,
                 f"{right}: packtrain does not know what it changes; remove it if that is nothing",

@@ -42,7 +42,7 @@ CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # control tokens that some
 
 
 def vocabulary_of(
-    checkpoint: Checkpoint, count: int, family: Family, say: Callable[[str], object]
+    checkpoint: Checkpoint, count: int, family: Family, report: Callable[[str], object]
 ) -> dict[str, Value]:
     """The tokenizer.* metadata of `count` tokens; says what readers of them do otherwise than the files.
 
@@ -64,9 +64,9 @@ def vocabulary_of(
     if space is not None:
         values["add_space_prefix"] = Value("bool", space)
     metadata = {KEYS + name: value for name, value in values.items()} | templates
-    plain = {key: value.value for key, value in metadata.items()}
+    raw = {key: value.value for key, value in metadata.items()}
     try:
-        tokenizer = Tokenizer(plain | {"general.name": folder.resolve().name}, few=sys.maxsize)
+        tokenizer = Tokenizer(raw | {"general.name": folder.resolve().name}, few=sys.maxsize)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
     table.check_strips(tokenizer)
@@ -75,26 +75,31 @@ def vocabulary_of(
         notes.append(
             "remove_extra_whitespaces is true: runs of spaces count as one there, and readers of a GGUF keep them"
         )
-    theirs, path = model.encoder(tokenizer.leads) if model else None, table.path
+    reference, path = model.encoder(tokenizer.leads) if model else None, table.path
     path = path if table.fast else folder / MODEL
-    check_agreement(path, table.fast, steps, theirs, tokenizer, joins)
+    check_agreement(path, table.fast, steps, reference, tokenizer, joins)
     for note in notes:
-        say(f"{path}: {note}")
+        report(f"{path}: {note}")
     return metadata
 
 
 def _space(table: "_Table", family: Family) -> bool | None:
     """Whether readers put a space before a text."""
-    given, by_family, steps = table.about.get("add_prefix_space"), family.space_prefix, table.steps
+    flag_value, by_family, steps = (
+        table.about.get("add_prefix_space"),
+        family.space_prefix,
+        table.steps,
+    )
     if steps is None:
-        known = given if by_family is None else by_family
+        configured = flag_value if by_family is None else by_family
         model = table.model
-        if isinstance(known, bool) or model is None:
-            return known
+        if isinstance(configured, bool) or model is None:
+            return configured
         return model.leads if model.unigram or not model.leads else None  # as readers take it to be
-    if by_family is None and isinstance(given, bool) and given != steps.space:
+    if by_family is None and isinstance(flag_value, bool) and flag_value != steps.space:
         raise InputError(
-            f"{table.folder / 'tokenizer_config.json'}: add_prefix_space is {given}, and the steps of tokenizer.json"
+            f"{table.folder / 'tokenizer_config.json'}: add_prefix_space is"
+            f" {flag_value}, and the steps of tokenizer.json"
             f" put {'a' if steps.space else 'no'} space before a text; both must say the same"
         )
     return steps.space if steps.pieces else None
@@ -267,9 +272,9 @@ def _special_ids(checkpoint: Checkpoint, table: _Table, family: Family) -> dict[
     have them."""
     values_by_key = {}
     for name, key in SPECIAL.items():
-        given = checkpoint.config.get(f"{name}_token_id")
-        given = given[0] if isinstance(given, list) and given else given
-        id = table.ids.get(_text(table.about.get(f"{name}_token")) or "", given)
+        config_id = checkpoint.config.get(f"{name}_token_id")
+        config_id = config_id[0] if isinstance(config_id, list) and config_id else config_id
+        id = table.ids.get(_text(table.about.get(f"{name}_token")) or "", config_id)
         if type(id) is int and 0 <= id < len(table.tokens):
             values_by_key[f"{key}_token_id"] = Value("u32", id)
     document = checkpoint.config.get("eod_token_id")
@@ -292,58 +297,66 @@ def _added(
     table: _Table, values: Mapping[str, Value], templates: str, notes: list[str]
 ) -> dict[str, Value]:
     """Whether to add BOS and EOS: from the post-processor, else from the tokenizer's config."""
-    after = flattened(table.path, "post_processor", table.fast.get("post_processor"))
-    around = [[text for step in after for text in _around(table.path, step)[at]] for at in (0, 1)]
-    found: dict[str, bool] = {}
-    for name, texts, place in zip(("bos", "eos"), around, ("before", "after"), strict=True):
-        given, id = table.about.get(f"add_{name}_token"), values.get(f"{name}_token_id")
-        own = [table.tokens[id.value].decode()] if id else []
-        if texts not in ([], own) and not all(text in templates for text in texts):
+    post_steps = flattened(table.path, "post_processor", table.fast.get("post_processor"))
+    added_texts = [
+        [text for step in post_steps for text in _around(table.path, step)[at]] for at in (0, 1)
+    ]
+    flags: dict[str, bool] = {}
+    for name, texts, place in zip(("bos", "eos"), added_texts, ("before", "after"), strict=True):
+        configured, id = table.about.get(f"add_{name}_token"), values.get(f"{name}_token_id")
+        expected_texts = [table.tokens[id.value].decode()] if id else []
+        if texts not in ([], expected_texts) and not all(text in templates for text in texts):
             raise InputError(
                 f"{table.path}: post_processor puts {' '.join(texts)} {place} a text; a GGUF vocabulary can only put"
-                f" {name.upper()} there, {' '.join(own) or 'which this one does not have'}"
+                f" {name.upper()} there, {' '.join(expected_texts) or 'which this one does not have'}"
             )
-        if after:
-            found[name] = texts == own != []
-        elif isinstance(given, bool) or table.fast:
-            found[name] = given is True
-        if isinstance(given, bool) and given != found[name]:
+        if post_steps:
+            flags[name] = texts == expected_texts != []
+        elif isinstance(configured, bool) or table.fast:
+            flags[name] = configured is True
+        if isinstance(configured, bool) and configured != flags[name]:
             notes.append(
-                f"post_processor counts, not add_{name}_token {given} of tokenizer_config.json"
+                f"post_processor counts, not add_{name}_token {configured} of tokenizer_config.json"
             )
-    return {f"add_{name}_token": Value("bool", value) for name, value in found.items()}
+    return {f"add_{name}_token": Value("bool", value) for name, value in flags.items()}
 
 
 def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The special tokens that a step of the post-processor puts before a text, and after."""
     if step["type"] not in ("ByteLevel", "TemplateProcessing"):
         raise InputError(f"{path}: post_processor is {step['type']}; it must be TemplateProcessing")
-    listed = [as_object(one) for one in as_list(step.get("single"))]
-    at = next((i for i, one in enumerate(listed) if "Sequence" in one), len(listed))
-    texts = [str(as_object(one.get("SpecialToken")).get("id")) for one in listed]
+    listed = [as_object(item) for item in as_list(step.get("single"))]
+    at = next((i for i, item in enumerate(listed) if "Sequence" in item), len(listed))
+    texts = [str(as_object(item.get("SpecialToken")).get("id")) for item in listed]
     return texts[:at], texts[at + 1 :]
 
 
 def _templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Value]:
     """The chat template, and others by name; those in files of their own replace the tokenizer's config's."""
-    given = about.get("chat_template")
+    chat_template = about.get("chat_template")
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        given = [{"name": name, "template": read_text(path)} for name, path in files.items()]
-    elif given is None:
-        given = _optional(folder / "chat_template.json").get("chat_template")
-    listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
+        chat_template = [
+            {"name": name, "template": read_text(path)} for name, path in files.items()
+        ]
+    elif chat_template is None:
+        chat_template = _optional(folder / "chat_template.json").get("chat_template")
+    listed = (
+        chat_template
+        if isinstance(chat_template, list)
+        else [{"name": "default", "template": chat_template}]
+    )
     values_by_key: dict[str, Value] = {}
     allowed = string.ascii_letters + string.digits
-    for one in map(as_object, listed):
-        name, template = (_text(one.get(key)) for key in ("name", "template"))
+    for entry in map(as_object, listed):
+        name, template = (_text(entry.get(key)) for key in ("name", "template"))
         if name and template is not None:
             name = "".join(c if c in allowed else "_" for c in name)
             values_by_key["" if name == "default" else f".{name}"] = Value("string", template)
     values = {f"tokenizer.chat_template{name}": value for name, value in values_by_key.items()}
-    others = [name[1:].encode() for name in values_by_key if name]
-    if others:
-        values["tokenizer.chat_templates"] = Value("string", others)
+    template_names = [name[1:].encode() for name in values_by_key if name]
+    if template_names:
+        values["tokenizer.chat_templates"] = Value("string", template_names)
     return values

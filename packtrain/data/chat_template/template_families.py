@@ -132,37 +132,37 @@ class Chosen:
 
 
 def choose_template(
-    metadata: Mapping[str, Any], own: str | None, asked: str | None = None
+    metadata: Mapping[str, Any], model_template: str | None, requested: str | None = None
 ) -> Chosen:
     """The requested template (its text), else the model's own, else its family's, else ChatML."""
-    if asked is not None:
-        name = next((name for name in SOURCES if SOURCES[name] == asked), "")
-        instead = "" if own is None else ", in place of the model's own"
-        return Chosen(asked, name, f"from --chat-template{instead}")
-    if own is not None:
-        return Chosen(own)
+    if requested is not None:
+        name = next((name for name in SOURCES if SOURCES[name] == requested), "")
+        instead = "" if model_template is None else ", in place of the model's own"
+        return Chosen(requested, name, f"from --chat-template{instead}")
+    if model_template is not None:
+        return Chosen(model_template)
     name = family_of(metadata)
     if name:
         marker = MARKERS[name.removesuffix(f"-{TEKKEN}")][0]
         return Chosen(SOURCES[name], name, f"{NONE} {marker}; {CHOOSE}")
-    known = END_OF_TURN.encode() in metadata[f"{KEYS}tokens"]
-    ends = "" if known else "; turns end with its EOS token"
-    source = CHATML if known else CHATML.replace(END_OF_TURN, "{{ eos_token }}")
-    return Chosen(source, "chatml", f"{NONE} no known markers{ends}; {CHOOSE}")
+    has_end_token = END_OF_TURN.encode() in metadata[f"{KEYS}tokens"]
+    ending_note = "" if has_end_token else "; turns end with its EOS token"
+    source = CHATML if has_end_token else CHATML.replace(END_OF_TURN, "{{ eos_token }}")
+    return Chosen(source, "chatml", f"{NONE} no known markers{ending_note}; {CHOOSE}")
 
 
 def family_of(metadata: Mapping[str, Any]) -> str:
     """The family all of whose markers are special tokens of the vocabulary; "" if there is none."""
     tokens, kinds = metadata[f"{KEYS}tokens"], metadata.get(f"{KEYS}token_type")
-    wanted = {text.encode() for texts in MARKERS.values() for text in texts}
-    places = {token: i for i, token in enumerate(tokens) if token in wanted}
+    marker_tokens = {text.encode() for texts in MARKERS.values() for text in texts}
+    places = {token: i for i, token in enumerate(tokens) if token in marker_tokens}
     if kinds is not None:
-        ends = {text.encode() for text in END_TEXTS.split()}
-        found = np.asarray(kinds)
+        end_tokens = {text.encode() for text in END_TEXTS.split()}
+        token_types = np.asarray(kinds)
         places = {
             token: i
             for token, i in places.items()
-            if token in ends or found[i] in (CONTROL, USER_DEFINED)
+            if token in end_tokens or token_types[i] in (CONTROL, USER_DEFINED)
         }
     for name, texts in MARKERS.items():
         if all(text.encode() in places for text in texts):
@@ -171,15 +171,17 @@ def family_of(metadata: Mapping[str, Any]) -> str:
     return ""
 
 
-def template_named(given: str) -> str:
+def template_named(name_or_path: str) -> str:
     """The template with this name, or from this file. Raises InputError."""
-    if given in SOURCES:
-        return SOURCES[given]
-    if not Path(given).is_file():
+    if name_or_path in SOURCES:
+        return SOURCES[name_or_path]
+    if not Path(name_or_path).is_file():
         raise InputError(
-            f"--chat-template: {given} is no file, and no known template; these are {', '.join(SOURCES)}"
+            f"--chat-template: {name_or_path} is no file, and no known template; these are {', '.join(SOURCES)}"
         )
     try:
-        return existing(given, "--chat-template").read_text(encoding="utf-8-sig")
+        return existing(name_or_path, "--chat-template").read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise InputError(f"--chat-template: {given} is not UTF-8; save it as UTF-8") from None
+        raise InputError(
+            f"--chat-template: {name_or_path} is not UTF-8; save it as UTF-8"
+        ) from None

@@ -25,10 +25,10 @@ def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | N
     names = [KEY, f"{KEY}.default"]
     if tools:
         names.insert(0, f"{KEY}.tool_use")
-    found = next((metadata[name] for name in names if name in metadata), None)
-    if found is not None and not isinstance(found, str):
+    template = next((metadata[name] for name in names if name in metadata), None)
+    if template is not None and not isinstance(template, str):
         raise TemplateError(f"{KEY} is not a text; it must be a Jinja template")
-    return found
+    return template
 
 
 class ChatTemplate:
@@ -70,10 +70,10 @@ class ChatTemplate:
     def _ask(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
         """The child's answer; kills it if it takes too long."""
         assert child.stdin and child.stdout
-        late = threading.Event()
+        timed_out = threading.Event()
 
         def end() -> None:
-            late.set()
+            timed_out.set()
             child.kill()
 
         timer = threading.Timer(self._seconds, end)
@@ -91,8 +91,10 @@ class ChatTemplate:
             return reply
         _end(child)
         self._child = None
-        took = f"took longer than {self._seconds:g} s" if late.is_set() else "ended its process"
-        raise TemplateError(f"the chat template {took}")
+        failure = (
+            f"took longer than {self._seconds:g} s" if timed_out.is_set() else "ended its process"
+        )
+        raise TemplateError(f"the chat template {failure}")
 
 
 def _start(source: str, memory: int) -> subprocess.Popen[bytes]:

@@ -76,8 +76,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """Templates may change lists of their own, as Kimi K2's do, but not what they are given."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        own = type(obj) is list and attr in ("append", "pop")
-        return own or super().is_safe_attribute(obj, attr, value)
+        is_allowed = type(obj) is list and attr in ("append", "pop")
+        return is_allowed or super().is_safe_attribute(obj, attr, value)
 
 
 def compiled(source: str) -> jinja2.Template:

@@ -13,9 +13,9 @@ from packtrain.data.text.reading_report import reading
 from packtrain.data.token_cache import Say, answer
 
 
-def _build(request: dict[str, Any], folder: Path, say: Say) -> None:
+def _build(request: dict[str, Any], folder: Path, report: Say) -> None:
     data, model, room = Path(request.pop("data")), Path(request.pop("model")), request.pop("room")
-    write_dataset(Recipe(data=data, model=model, **request), folder, say, room)
+    write_dataset(Recipe(data=data, model=model, **request), folder, report, room)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def parts_of(recipe: Recipe, sources: Iterable[Source]) -> tuple[str, ...]:
     return (TRAIN, VALID) if recipe.val_split or any(s.part for s in sources) else (TRAIN,)
 
 
-def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = None) -> None:
+def write_dataset(recipe: Recipe, folder: Path, report: Say, room: int | None = None) -> None:
     """Fill the folder. Raises InputError for bad data."""
     file = GGUF(recipe.model)
     try:
@@ -108,10 +108,10 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = Non
         }
         for source in sources:
             reader = Reader(source, recipe.separator, recipe.skip_bad, recipe.columns)
-            _write(reader, say, turns, maker, files)
+            _write(reader, report, turns, maker, files)
             if not reader.count:
-                why = f" ({' '.join(reader.report.notes)})" if reader.report.bad else ""
-                raise InputError(f"{source.path} holds no records; at least one is needed{why}")
+                details = f" ({' '.join(reader.report.notes)})" if reader.report.bad else ""
+                raise InputError(f"{source.path} holds no records; at least one is needed{details}")
             notes += reader.notes
             count += reader.count
         notes += maker.messages
@@ -119,7 +119,7 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = Non
             notes.append(turns.note(split, sources, count))
             files = files if turns.held_out else {TRAIN: files[TRAIN]}
         _check_filled(recipe, files, notes)
-    kept = {
+    metadata = {
         "notes": notes,
         "places": turns.places,
         "parts": [*files],
@@ -127,7 +127,7 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say, room: int | None = Non
         "template": maker.template,
         "ends": sorted(maker.masker.tokenizer.ends),
     }
-    (folder / NOTES_FILE).write_text(json.dumps(kept), encoding="utf-8")
+    (folder / NOTES_FILE).write_text(json.dumps(metadata), encoding="utf-8")
 
 
 @dataclass(slots=True)
@@ -161,10 +161,10 @@ class Turns:
 
 
 def _write(
-    reader: Reader, say: Say, turns: Turns, maker: "Maker", files: Mapping[str, SampleFile]
+    reader: Reader, report: Say, turns: Turns, maker: "Maker", files: Mapping[str, SampleFile]
 ) -> None:
     """Write all samples of a file; those of one conversation go to the same split."""
-    for record in _reported(reader, say):
+    for record in _reported(reader, report):
         try:
             samples = maker.samples(record)
         except InputError as error:
@@ -181,13 +181,13 @@ def _write(
                 )
 
 
-def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Pair | Plain]:
+def _reported(reader: Reader, report: Say) -> Iterator[Conversation | Pair | Plain]:
     """The same records; prints progress every few seconds."""
     printed = time.monotonic()
     for record in reader:
         if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
             printed = time.monotonic()
-            say(f"{reader.source.path.name}: {reader.count:,} records")
+            report(f"{reader.source.path.name}: {reader.count:,} records")
         yield record
 
 
@@ -216,39 +216,41 @@ class Maker:
     def messages(self) -> list[str]:
         """Messages to print at the end."""
         notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
-        counted = [f"{what}: {count:,}" for what, count in notes.items() if count]
-        return [*(one.note for one in self._renderers if one.why), *counted]
+        counted = [f"{description}: {count:,}" for description, count in notes.items() if count]
+        return [*(choice.note for choice in self._renderers if choice.why), *counted]
 
     @property
     def template(self) -> str | None:
         """The chat template if it is not the model's own; the trained model's file must then contain it."""
-        return next((one.source for one in self._renderers if one.why), None)
+        return next((choice.source for choice in self._renderers if choice.why), None)
 
     def _renderer(self, tools: bool) -> Renderer:
         """The renderer of the model's chat template, or of its template for tools; created on first use."""
         if tools not in self._chosen:
-            own = template_source(self._metadata, tools)
-            self._chosen[tools] = choose_template(self._metadata, own, self.recipe.template)
-        one = self._chosen[tools]
-        if one not in self._renderers:
+            model_template = template_source(self._metadata, tools)
+            self._chosen[tools] = choose_template(
+                self._metadata, model_template, self.recipe.template
+            )
+        choice = self._chosen[tools]
+        if choice not in self._renderers:
             tokenizer = self.masker.tokenizer
             bos, eos = (
                 "" if id is None else tokenizer.piece(id).decode(errors="replace")
                 for id in (tokenizer.bos, tokenizer.eos)
             )
-            template = ChatTemplate(one.source, bos, eos, memory=self._rendering)
-            self._renderers[one] = Renderer(template, self.masker.ends, self.recipe.last_only)
-        return self._renderers[one]
+            template = ChatTemplate(choice.source, bos, eos, memory=self._rendering)
+            self._renderers[choice] = Renderer(template, self.masker.ends, self.recipe.last_only)
+        return self._renderers[choice]
 
     def samples(self, record: Conversation | Pair | Plain) -> Iterator[Sample]:
         """The samples of a record that have tokens to train on; those of a conversation are built at once."""
-        wanted = self.recipe.pairs
-        if wanted is not None and isinstance(record, Pair) != wanted:
-            raise InputError(f"{record.where} {UNLIKE[wanted]}")
+        wants_pairs = self.recipe.pairs
+        if wants_pairs is not None and isinstance(record, Pair) != wants_pairs:
+            raise InputError(f"{record.where} {UNLIKE[wants_pairs]}")
         if isinstance(record, Plain):
             return _placed(self._text(record), record.where)
-        made = self._pair(record) if isinstance(record, Pair) else self._conversation(record)
-        return iter(list(_placed(made, record.where)))
+        samples = self._pair(record) if isinstance(record, Pair) else self._conversation(record)
+        return iter(list(_placed(samples, record.where)))
 
     def _text(self, record: Plain) -> Iterator[Sample]:
         ids = self.masker.text(record.pieces, record.checked)
@@ -257,9 +259,13 @@ class Maker:
 
     def _pair(self, record: Pair) -> Iterator[Sample]:
         """Both answers, the chosen one first, if both have tokens to train on."""
-        found = [sample for one in (record.chosen, record.rejected) for sample in self._last(one)]
-        if len(found) == 2 and found[0] != found[1]:
-            yield from found
+        answers = [
+            sample
+            for conversation in (record.chosen, record.rejected)
+            for sample in self._last(conversation)
+        ]
+        if len(answers) == 2 and answers[0] != answers[1]:
+            yield from answers
         else:
             self.notes[UNPAIRED] += 1
 
@@ -282,8 +288,8 @@ class Maker:
 
     def _cut(self, sample: Sample) -> Iterator[Sample]:
         """A conversation, truncated or split if it is longer than a sample."""
-        most, ids, weights = self.recipe.length + 1, sample.ids, sample.weights
-        if len(ids) <= most:
+        max_tokens, ids, weights = self.recipe.length + 1, sample.ids, sample.weights
+        if len(ids) <= max_tokens:
             yield sample
             return
         self.notes[
@@ -293,14 +299,14 @@ class Maker:
             return
         last = len(ids) - 1 if self.recipe.truncate == SPLIT else 1
         for at in range(0, last, self.recipe.length):
-            part = ids[at : at + most]
+            part = ids[at : at + max_tokens]
             part[0] = part[0] if self.masker.first is None else self.masker.first
-            yield Sample(part, weights[at : at + most])
+            yield Sample(part, weights[at : at + max_tokens])
 
 
-def _placed(samples: Iterator[Sample], where: str) -> Iterator[Sample]:
+def _placed(samples: Iterator[Sample], location: str) -> Iterator[Sample]:
     """The same samples; adds the place of the record to errors."""
     try:
         yield from samples
     except InputError as error:
-        raise InputError(f"{where}: {error.fact}", error.advice) from None
+        raise InputError(f"{location}: {error.fact}", error.advice) from None

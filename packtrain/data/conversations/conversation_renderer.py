@@ -99,12 +99,12 @@ class Renderer:
         for reply, name in product((REPLY, named), THOUGHTS):
             if not self._shows([ASK, {**reply, name: PROBE}]):
                 continue
-            before, _, behind = self._text([ASK, {**reply, name: PROBE}], None).partition(PROBE)
-            bare = self._text([ASK, reply], None)
-            head = bare[: len(bare) - len(common_end(behind, bare))]
-            opened, close = before[len(head) :], behind.removesuffix(bare[len(head) :])
+            prefix, _, suffix = self._text([ASK, {**reply, name: PROBE}], None).partition(PROBE)
+            base_text = self._text([ASK, reply], None)
+            head = base_text[: len(base_text) - len(common_end(suffix, base_text))]
+            opened, close = prefix[len(head) :], suffix.removesuffix(base_text[len(head) :])
             begin = opened.lstrip()
-            fits = before.startswith(head)
+            fits = prefix.startswith(head)
             return name, (begin, close + opened.removesuffix(begin)) if fits and begin else ("", "")
         return "", ("", "")
 
@@ -115,8 +115,8 @@ class Renderer:
         except InputError:
             return False
 
-    def _text(self, messages: list[Message], tools: list[Any] | None, **how: Any) -> str:
-        return self.template.render(messages, self._without if tools is None else tools, **how)
+    def _text(self, messages: list[Message], tools: list[Any] | None, **options: Any) -> str:
+        return self.template.render(messages, self._without if tools is None else tools, **options)
 
     def render(self, conversation: Conversation) -> list[Rendered]:
         """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
@@ -128,13 +128,17 @@ class Renderer:
         if len(turns) < len(answers):
             self.notes[WEIGHTLESS] += len(answers) - len(turns)
         thinks = bool(self._thoughts) and any(m.get(self._thoughts) for m in messages)
-        how = {"more": THINKING} if thinks else {}
-        alone = [self._turn(messages, i, tools, how) for i in turns[-1 if self.last_only else 0 :]]
-        whole = alone[-1].text
-        if all(whole.startswith(one.text[: one.spans[0][1]]) for one in alone):
-            return [Rendered(whole, [span for one in alone for span in one.spans])]
+        options = {"more": THINKING} if thinks else {}
+        per_turn = [
+            self._turn(messages, i, tools, options) for i in turns[-1 if self.last_only else 0 :]
+        ]
+        full_text = per_turn[-1].text
+        if all(
+            full_text.startswith(rendered.text[: rendered.spans[0][1]]) for rendered in per_turn
+        ):
+            return [Rendered(full_text, [span for rendered in per_turn for span in rendered.spans])]
         self.notes[UNSTABLE] += 1
-        return alone
+        return per_turn
 
     def without_end(self, reply: str) -> str:
         """A reply without the token that ends it."""
@@ -142,35 +146,41 @@ class Renderer:
         return reply[: marks[-1].start()] if marks and marks[-1].end() == len(reply) else reply
 
     def prompt(
-        self, conversation: Conversation, more: Mapping[str, Any] | None = None, begins: bool = True
+        self,
+        conversation: Conversation,
+        variables: Mapping[str, Any] | None = None,
+        begins: bool = True,
     ) -> str:
         """The text up to the answer that comes next; more: variables of the template, beside its own.
 
         begins  whether the text has the beginning of this answer
         """
         messages, tools = self._fitted(conversation)
-        return self._text(messages, tools, add_generation_prompt=begins, more=more)
+        return self._text(messages, tools, add_generation_prompt=begins, more=variables)
 
     def _turn(
-        self, messages: list[Message], i: int, tools: list[Any] | None, how: dict[str, Any]
+        self, messages: list[Message], i: int, tools: list[Any] | None, options: dict[str, Any]
     ) -> Rendered:
         """The conversation up to a turn of the assistant, with the span of this turn."""
-        prompt = self._text(messages[:i], tools, add_generation_prompt=True, **how)
-        text, begin = self._text(messages[: i + 1], tools, **how), len(prompt)
+        prompt = self._text(messages[:i], tools, add_generation_prompt=True, **options)
+        text, begin = self._text(messages[: i + 1], tools, **options), len(prompt)
         words = messages[i]["content"].strip()
         if not text.startswith(prompt):
-            shown = self._text([*messages[:i], {**REPLY, "content": PROBE}], tools, **how)
-            before, called = messages[i - 1]["content"].strip(), bool(messages[i].get("tool_calls"))
-            text, begin = _joined(prompt, text, before, shown, called)
+            shown = self._text([*messages[:i], {**REPLY, "content": PROBE}], tools, **options)
+            question_text, called = (
+                messages[i - 1]["content"].strip(),
+                bool(messages[i].get("tool_calls")),
+            )
+            text, begin = _joined(prompt, text, question_text, shown, called)
         text = self._with_thoughts(messages[i], text, begin)
         at = text.find(words, begin)
         if at < 0:
             self.notes[CHANGED] += 1
-        after = begin if at < 0 else at + len(words)
-        mark = self._end.search(text, after)
+        search_start = begin if at < 0 else at + len(words)
+        mark = self._end.search(text, search_start)
         if mark is None:
-            text = self._ended(messages[: i + 1], tools, text, how)
-            mark = self._end.search(text, after)
+            text = self._ended(messages[: i + 1], tools, text, options)
+            mark = self._end.search(text, search_start)
         if mark is None:
             self.notes[ENDLESS] += 1
         return Rendered(text, [(begin, mark.end() if mark else max(begin, len(text.rstrip())))])
@@ -184,12 +194,12 @@ class Renderer:
         return f"{text[:begin]}{opened}{thought}{closed}{reply}"
 
     def _ended(
-        self, messages: list[Message], tools: list[Any] | None, text: str, how: dict[str, Any]
+        self, messages: list[Message], tools: list[Any] | None, text: str, options: dict[str, Any]
     ) -> str:
         """The text with what ends its last reply, where the template writes it with the next message, as GLM's does."""
         called = messages[-1].get("tool_calls") and self.takes_results
         try:
-            longer = self._text([*messages, RESULT if called else SAID], tools, **how)
+            longer = self._text([*messages, RESULT if called else SAID], tools, **options)
         except InputError:
             return text
         *_, last = text.rstrip().rpartition("\n")
@@ -206,8 +216,8 @@ class Renderer:
         messages, tools = conversation.messages, conversation.tools
         if messages[0]["role"] == "system" and not self.takes_system:
             self.notes[SYSTEM] += 1
-            system, first, *others = messages
-            messages = [{**first, "content": f"{system['content']}\n{first['content']}"}, *others]
+            system, first, *rest = messages
+            messages = [{**first, "content": f"{system['content']}\n{first['content']}"}, *rest]
         if tools and not self.takes_tools:
             self.notes[TOOLS] += 1
             tools = None
@@ -217,15 +227,15 @@ class Renderer:
 
     def _thinking(self, message: Message) -> Message:
         """Thoughts as the template reads them; those before the words, too, if it has marks of its own for them."""
-        words, given = message["content"], [message[n] for n in THOUGHTS if message.get(n)]
-        found = THOUGHT.match(words) if self._own_marks and not given else None
-        if found:
-            words, given = words[found.end() :], [found[1].strip()]
-        if given and not self._thoughts:
+        words, thoughts = message["content"], [message[n] for n in THOUGHTS if message.get(n)]
+        thought_match = THOUGHT.match(words) if self._own_marks and not thoughts else None
+        if thought_match:
+            words, thoughts = words[thought_match.end() :], [thought_match[1].strip()]
+        if thoughts and not self._thoughts:
             self.notes[THOUGHTLESS] += 1
-        if not given or not self._thoughts:
+        if not thoughts or not self._thoughts:
             return message
-        return {**message, "content": words, self._thoughts: given[0]}
+        return {**message, "content": words, self._thoughts: thoughts[0]}
 
     def _fitting(self, message: Message) -> Message:
         if message["role"] == "assistant":
@@ -263,22 +273,24 @@ def _with_text(message: Message) -> Message:
 
 def _with_names(messages: list[Message]) -> list[Message]:
     """Calls with ids that say their functions' names, for templates that write ids only, and results with the same."""
-    ids, made, count = dict[str, str](), list[Message](), 0
+    ids, output, count = dict[str, str](), list[Message](), 0
     for message in messages:
         calls = []
         for call in message.get("tool_calls", ()):
-            name, given = call["function"]["name"], str(call.get("id", ""))
-            said = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", given)
-            ids[given] = given if said else f"functions.{name}:{count}"
-            calls.append({**call, "id": ids[given]})
+            name, call_id = call["function"]["name"], str(call.get("id", ""))
+            names_function = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", call_id)
+            ids[call_id] = call_id if names_function else f"functions.{name}:{count}"
+            calls.append({**call, "id": ids[call_id]})
             count += 1
         answers = ids.get(str(message.get("tool_call_id", "")))
         named = {"tool_calls": calls} if calls else {"tool_call_id": answers} if answers else {}
-        made.append({**message, **named})
-    return made
+        output.append({**message, **named})
+    return output
 
 
-def _joined(prompt: str, text: str, before: str, shown: str, called: bool) -> tuple[str, int]:
+def _joined(
+    prompt: str, text: str, question_text: str, shown: str, called: bool
+) -> tuple[str, int]:
     """A prompt with its reply, and where the reply begins, if the template renders an answered prompt differently.
 
     The trained reply must follow the prompt as the model will see it, for example with the system message in the last
@@ -286,10 +298,10 @@ def _joined(prompt: str, text: str, before: str, shown: str, called: bool) -> tu
     `shown`, the same with the probe as its reply, tells where replies begin. A call of a tool, which may have another
     beginning, begins where the text differs from the prompt.
     """
-    at = prompt.rfind(before) if before else -1
-    asked = prompt[at:]
-    if at >= 0 and asked in text:
-        return prompt + text[text.rindex(asked) + len(asked) :], len(prompt)
+    at = prompt.rfind(question_text) if question_text else -1
+    prompt_end = prompt[at:]
+    if at >= 0 and prompt_end in text:
+        return prompt + text[text.rindex(prompt_end) + len(prompt_end) :], len(prompt)
     begin = shown.rfind(PROBE)
     if (
         begin < 0 or text[:begin] != shown[:begin]
@@ -299,7 +311,7 @@ def _joined(prompt: str, text: str, before: str, shown: str, called: bool) -> tu
         tag = text.rfind("<", 0, begin)
         if begin < len(text) and tag >= 0 and ">" not in text[tag:begin]:
             begin = tag  # of two tags that begin alike
-        if not called or at < 0 or begin < at + len(before):
+        if not called or at < 0 or begin < at + len(question_text):
             raise InputError(
                 "the chat template gives no text in which the reply can be told from the prompt"
             )

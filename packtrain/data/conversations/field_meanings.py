@@ -69,13 +69,13 @@ TURN = MESSAGE | _table(
 )  # fmt: skip
 
 
-def check(values: Mapping[str, Any], where: str, table: Table) -> None:
+def check(values: Mapping[str, Any], location: str, table: Table) -> None:
     """Raises InputError for the first value whose meaning would be passed over."""
     for name in sorted(values.keys() & table.keys()):
         tools, words, harmful, harmless = table[name]
         text = str(values[name]).strip().lower()
         if text in (harmful or {text}) and text not in (*EMPTY, *harmless):
-            fact = f"{where}: {name} is {shortlist([str(values[name])])}"
+            fact = f"{location}: {name} is {shortlist([str(values[name])])}"
             raise InputError(
                 fact, f"in data of {tools} it {words}; remove it if it means something else"
             )

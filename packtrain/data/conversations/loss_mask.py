@@ -69,14 +69,14 @@ class Masker:
             (_nbytes(text, a - dropped), _nbytes(text, b - dropped)) for a, b in rendered.spans
         ]
         places = chain.from_iterable(places_of(self.tokenizer, ids[added:], text.encode()))
-        begins, ends = np.fromiter(places, np.int64).reshape(-1, 2).T
+        begins, end_offsets = np.fromiter(places, np.int64).reshape(-1, 2).T
         weights = np.zeros(len(ids), np.uint8)
-        learnt, raw = weights[added:], text.encode()
+        loss_mask, raw = weights[added:], text.encode()
         for begin, end in spans:
             first = int(np.searchsorted(begins, begin))
-            learnt[first : np.searchsorted(begins, end)] = 1
-            if first and raw[begin : ends[first - 1]].strip():
-                learnt[first - 1] = 1
+            loss_mask[first : np.searchsorted(begins, end)] = 1
+            if first and raw[begin : end_offsets[first - 1]].strip():
+                loss_mask[first - 1] = 1
         return Sample(ids, weights.tolist())
 
     def text(self, pieces: Iterable[str], checked: bool) -> Iterator[list[int]]:
@@ -110,9 +110,9 @@ def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator
     """Start and end of each token in the encoded text, in bytes."""
     at = 0
     for id in ids:
-        found = _place(tokenizer, id, text, at)
-        yield found
-        at = found[1]
+        token_span = _place(tokenizer, id, text, at)
+        yield token_span
+        at = token_span[1]
 
 
 def _place(tokenizer: Tokenizer, id: int, text: bytes, at: int) -> tuple[int, int]:
@@ -120,15 +120,15 @@ def _place(tokenizer: Tokenizer, id: int, text: bytes, at: int) -> tuple[int, in
     piece = tokenizer.piece(id)
     if text.startswith(piece, at):
         return at, at + len(piece)
-    bare = piece.removeprefix(b" ") if tokenizer.add_space_prefix else piece
-    after = WHITESPACE.match(text, at)
-    for begin in (at, after.end() if after else at):
-        for wanted in (piece, bare):  # the tokenizer's leading space is not in the text
-            width = _width(wanted, text, begin)
+    stripped = piece.removeprefix(b" ") if tokenizer.add_space_prefix else piece
+    space_match = WHITESPACE.match(text, at)
+    for begin in (at, space_match.end() if space_match else at):
+        for candidate in (piece, stripped):  # the tokenizer's leading space is not in the text
+            width = _width(candidate, text, begin)
             if width is not None:
                 return begin, begin + width
-    if id == tokenizer.unk and (found := CHARACTER.match(text, at)):
-        return at, found.end()
+    if id == tokenizer.unk and (char_match := CHARACTER.match(text, at)):
+        return at, char_match.end()
     raise InputError(
         f"token {id}, {piece!r}, is not at byte {at} of the text that was tokenized",
         "with this vocabulary the assistant's tokens cannot be found",

@@ -51,71 +51,75 @@ class Pair:
     rejected: Conversation
 
 
-def pair(where: str, prompt: list[Message], answers: dict[str, list[Message]], tools: Any) -> Pair:
+def pair(
+    location: str, prompt: list[Message], answers: dict[str, list[Message]], tools: Any
+) -> Pair:
     """The answers by name, `chosen` and `rejected`, after a prompt."""
-    found = {}
+    by_name = {}
     for name, messages in answers.items():
         if not messages or messages[-1]["role"] != "assistant":
-            raise InputError(f"{where}: {name} must end with the assistant's answer")
-        _check_learnt(f"{where}: {name}", messages)
-        whole = conversation(where, [*prompt, *messages], tools)
-        found[name] = replace(whole, answer=len(messages))
+            raise InputError(f"{location}: {name} must end with the assistant's answer")
+        _check_learnt(f"{location}: {name}", messages)
+        full_conversation = conversation(location, [*prompt, *messages], tools)
+        by_name[name] = replace(full_conversation, answer=len(messages))
     if answers["chosen"] == answers["rejected"]:
-        raise InputError(f"{where}: chosen and rejected are equal", "they must differ")
-    return Pair(where, found["chosen"], found["rejected"])
+        raise InputError(f"{location}: chosen and rejected are equal", "they must differ")
+    return Pair(location, by_name["chosen"], by_name["rejected"])
 
 
-def conversation(where: str, messages: list[Message], tools: Any) -> Conversation:
+def conversation(location: str, messages: list[Message], tools: Any) -> Conversation:
     """A checked conversation: the user speaks first, the assistant last; drops turns before and after that."""
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
-        raise InputError(f"{where} has no turn of the assistant to train on")
+        raise InputError(f"{location} has no turn of the assistant to train on")
     start = sum(1 for _ in takewhile(lambda m: m["role"] in ("system", "developer"), messages))
     turns = list(dropwhile(lambda m: m["role"] == "assistant", messages[start:]))
     if not turns:
-        raise InputError(f"{where} has no answer of the assistant to train on")
+        raise InputError(f"{location} has no answer of the assistant to train on")
     if turns[0]["role"] != "user":
         raise InputError(
-            f"{where}: the first to speak is {turns[0]['role']}", "it must be the user"
+            f"{location}: the first to speak is {turns[0]['role']}", "it must be the user"
         )
-    _check_learnt(where, turns)
+    _check_learnt(location, turns)
     opened = len(turns) < len(messages) - start
     messages = messages[:start] + turns
     _name_calls(messages)
-    return Conversation(where, messages, _tools(tools, where), opened)
+    return Conversation(location, messages, _tools(tools, location), opened)
 
 
-def _check_learnt(where: str, turns: list[Message]) -> None:
+def _check_learnt(location: str, turns: list[Message]) -> None:
     if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in turns):
-        raise InputError(f"{where} has no answer with a weight of 1 to train on")
+        raise InputError(f"{location} has no answer with a weight of 1 to train on")
 
 
-def parsed(given: Any, at: str) -> Any:
+def parsed(value: Any, at: str) -> Any:
     """A list or an object, parsed if it is JSON text, as in a table cell."""
-    return _json(given, at, '[{"role": …}]') if isinstance(given, str) and given.strip() else given
+    return _json(value, at, '[{"role": …}]') if isinstance(value, str) and value.strip() else value
 
 
-def question(turns: Any, tools: Any, where: str) -> Conversation:
+def question(turns: Any, tools: Any, location: str) -> Conversation:
     """A conversation that waits for an answer; contents may be empty."""
-    messages = read_messages(turns, where, "messages", empty=True)
+    messages = read_messages(turns, location, "messages", empty=True)
     _name_calls(messages)
-    return Conversation(where, messages, _tools(tools, where))
+    return Conversation(location, messages, _tools(tools, location))
 
 
-def read_messages(turns: Any, where: str, name: str, empty: bool = False) -> list[Message]:
-    turns = parsed(turns, f"{where}: {name}")
+def read_messages(turns: Any, location: str, name: str, empty: bool = False) -> list[Message]:
+    turns = parsed(turns, f"{location}: {name}")
     if not isinstance(turns, list) or not turns:
-        raise InputError(f"{where}: {name} must be a list of messages", WANTED)
-    return [_message(turn, f"{where}: {name}[{i}]", empty) for i, turn in enumerate(turns)]
+        raise InputError(f"{location}: {name} must be a list of messages", WANTED)
+    return [_message(turn, f"{location}: {name}[{i}]", empty) for i, turn in enumerate(turns)]
 
 
 def _message(turn: Any, at: str, empty: bool) -> Message:
     turn = an_object(turn, at)
-    given = turn.get("role", turn.get("from"))
-    role = ROLES.get(given.lower()) if isinstance(given, str) else None
+    raw_role = turn.get("role", turn.get("from"))
+    role = ROLES.get(raw_role.lower()) if isinstance(raw_role, str) else None
     if role is None:
-        raise InputError(f"{at}: role is {given!r}", "it must be system, user, assistant or tool")
+        raise InputError(
+            f"{at}: role is {raw_role!r}", "it must be system, user, assistant or tool"
+        )
     check(turn, at, MESSAGE if empty else TURN)
     content = turn.get("content", turn.get("value"))
     calls: Any = turn.get("tool_calls")
@@ -123,25 +127,25 @@ def _message(turn: Any, at: str, empty: bool) -> Message:
         if calls:
             raise InputError(f"{at} has tool_calls and function_call", "one of them must go")
         calls = [legacy]
-    if given == "function_call":
+    if raw_role == "function_call":
         content, calls = "", _json(content, f"{at}: the call", CALL)
     if calls and role != "assistant":
         raise InputError(f"{at}: the {role} calls a tool", "only the assistant can")
-    kept = {name: turn[name] for name in sorted(KEPT_FIELDS & set(turn))}
+    extra_fields = {name: turn[name] for name in sorted(KEPT_FIELDS & set(turn))}
     if turn.get("reasoning"):
-        kept.setdefault("reasoning_content", turn["reasoning"])
+        extra_fields.setdefault("reasoning_content", turn["reasoning"])
     for thoughts in ("reasoning_content", "thinking"):
-        sound(kept.get(thoughts) or "", f"{at}: {thoughts}", WANTED)
-    kept |= {} if empty else weight_of(turn, role, at)
+        sound(extra_fields.get(thoughts) or "", f"{at}: {thoughts}", WANTED)
+    extra_fields |= {} if empty else weight_of(turn, role, at)
     if calls:
         parsed_calls = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
         words = _content(content, at) if content else ""
-        return {"role": role, "content": words, **kept, "tool_calls": parsed_calls}
+        return {"role": role, "content": words, **extra_fields, "tool_calls": parsed_calls}
     if empty and content is None:
         if "content" not in turn:
             raise InputError(f"{at} has no content")
         content = ""  # null, as clients repeat an answer without words
-    return new_message(role, content, at, empty) | kept
+    return new_message(role, content, at, empty) | extra_fields
 
 
 def new_message(role: str, content: Any, at: str, empty: bool = False) -> Message:
@@ -189,50 +193,52 @@ def _name_calls(messages: list[Message]) -> None:
             count += 1
             waiting.append(call.setdefault("id", f"call{count:05d}"))
         if message["role"] == "tool" and waiting:
-            given, first = message.get("tool_call_id"), waiting.pop(0)
-            message["tool_call_id"] = first if given is None else given
+            call_id, first = message.get("tool_call_id"), waiting.pop(0)
+            message["tool_call_id"] = first if call_id is None else call_id
 
 
-def _tools(tools: Any, where: str) -> list[Any] | None:
+def _tools(tools: Any, location: str) -> list[Any] | None:
     """Tools as llama.cpp's server passes them to templates: these fields, in this order."""
     if isinstance(tools, str) and tools.strip():
-        tools = _json(tools, f"{where}: tools", '[{"name": …, "parameters": …}]')
+        tools = _json(tools, f"{location}: tools", '[{"name": …, "parameters": …}]')
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise InputError(f"{where}: tools must be a list of objects, each with name and parameters")
+        raise InputError(
+            f"{location}: tools must be a list of objects, each with name and parameters"
+        )
     functions = []
     for i, tool in enumerate(tools):
-        at = f"{where}: tools[{i}]"
+        at = f"{location}: tools[{i}]"
         tool = an_object(tool, at)
         function = an_object(tool.get("function", tool), at)
         if not isinstance(function.get("name"), str):
             raise InputError(f"{at} has no name", "it must be an object with name and parameters")
-        given = {"name": "", "description": "", "parameters": {}} | function
-        function = {key: given[key] for key in ("name", "description", "parameters")}
+        with_defaults = {"name": "", "description": "", "parameters": {}} | function
+        function = {key: with_defaults[key] for key in ("name", "description", "parameters")}
         functions.append({"type": "function", "function": function})
     return functions
 
 
-def _json(text: Any, at: str, like: str) -> Any:
+def _json(text: Any, at: str, example: str) -> Any:
     try:
         return json.loads(sound(text, at, WANTED))
     except (ValueError, RecursionError):
-        raise InputError(f"{at} is not JSON", f"it must be like {like}") from None
+        raise InputError(f"{at} is not JSON", f"it must be like {example}") from None
 
 
-def worded(given: Any, at: str) -> str:
-    text = sound(given, at, WANTED)
+def worded(value: Any, at: str) -> str:
+    text = sound(value, at, WANTED)
     if not text.strip():
         raise InputError(f"{at} is empty", "it must have words")
     return text
 
 
-def an_object(found: Any, at: str) -> Message:
-    if not isinstance(found, dict):
-        raise InputError(f"{at} is {type(found).__name__}, not an object", WANTED)
-    return found
+def an_object(value: Any, at: str) -> Message:
+    if not isinstance(value, dict):
+        raise InputError(f"{at} is {type(value).__name__}, not an object", WANTED)
+    return value
 
 
-def listed(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

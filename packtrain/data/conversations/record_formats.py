@@ -67,9 +67,9 @@ class Reader:
         if kind_of(self.source.path) not in RECORDS:
             yield from self._documents()
             return
-        for where, found in read_records(WANTED, self.report):
+        for location, raw_record in read_records(WANTED, self.report):
             try:
-                parsed_record = self._parsed(found, where)
+                parsed_record = self._parsed(raw_record, location)
             except InputError as error:
                 # the whole file is bad, not one record
                 if self.form is None and (self.report.header or not self.skip_bad):
@@ -85,31 +85,35 @@ class Reader:
         self.report.reject(error)
         self.count -= 1
 
-    def _parsed(self, found: Any, where: str) -> Conversation | Pair | Plain:
-        record = sample_messages.an_object(found, where)
+    def _parsed(self, raw_record: Any, location: str) -> Conversation | Pair | Plain:
+        record = sample_messages.an_object(raw_record, location)
         if self.form is None:
-            self.form = _form_of(record, where, self.report)
-        self._check(record, where, self.form)
+            self.form = _form_of(record, location, self.report)
+        self._check(record, location, self.form)
         used = [record.get(name) for name in (*self.form.needed, *self.form.allowed)]
-        made = self.form.make(record, where)
+        parsed_record = self.form.make(record, location)
         self.hashes.append(hash(repr(used)))
-        return made
+        return parsed_record
 
-    def _check(self, record: Mapping[str, Any], where: str, form: Form) -> None:
+    def _check(self, record: Mapping[str, Any], location: str, form: Form) -> None:
         missing = [name for name in form.needed if name not in record]
         if missing:
             raise InputError(
-                f"{where} has no field {missing[0]}",
+                f"{location} has no field {missing[0]}",
                 f"all records of a file must be like its first, with {' and '.join(form.needed)}",
             )
-        known, unused = {*form.needed, *form.allowed}, self.report.unused
-        others = {name: record[name] for name in record.keys() - known}
+        known_fields, unused = {*form.needed, *form.allowed}, self.report.unused
+        unknown_values = {name: record[name] for name in record.keys() - known_fields}
         names = {name.strip().lower() for name in self.report.names}
         is_guessed = not (self.report.given or names >= {"prompt", *form.needed})
-        beside = (BESIDE if "prompt" in known else CONTEXT) if is_guessed else {}
-        check(others, where, ROW | ({} if form.needed == ("text",) else LABEL | beside))
-        unused.update(others)
-        for name in known - {"tools", "history"}:
+        guessed_table = (BESIDE if "prompt" in known_fields else CONTEXT) if is_guessed else {}
+        check(
+            unknown_values,
+            location,
+            ROW | ({} if form.needed == ("text",) else LABEL | guessed_table),
+        )
+        unused.update(unknown_values)
+        for name in known_fields - {"tools", "history"}:
             for message in sample_messages.listed(record.get(name)):
                 if isinstance(message, dict):
                     unused.update(message.keys() - sample_messages.MESSAGE_FIELDS)
@@ -125,14 +129,18 @@ class Reader:
         """Messages about the file: its format, unused fields, and what was changed or left out."""
         name = self.source.path.name
         kind = f"of {self.form.name}" if self.form else "of text"
-        found = f"{name}: {plural(self.count, 'record' if self.form else 'document')} {kind}"
+        summary = f"{name}: {plural(self.count, 'record' if self.form else 'document')} {kind}"
         if self.report.unused:
-            found += f"; not used: {shortlist(sorted(self.report.unused))}"
-        same = len(self.hashes) - len(np.unique(self.hashes))
-        twice = [f"{name}: {plural(same, 'record')} repeat another, word for word"] if same else []
-        begun = plural(self.opened, "conversation")
-        opened = [f"{name}: {begun} started with the assistant; that turn is dropped"]
-        return [found, *(opened if self.opened else ()), *self.report.notes, *twice]
+            summary += f"; not used: {shortlist(sorted(self.report.unused))}"
+        num_repeated = len(self.hashes) - len(np.unique(self.hashes))
+        repeat_notes = (
+            [f"{name}: {plural(num_repeated, 'record')} repeat another, word for word"]
+            if num_repeated
+            else []
+        )
+        num_opened = plural(self.opened, "conversation")
+        opened = [f"{name}: {num_opened} started with the assistant; that turn is dropped"]
+        return [summary, *(opened if self.opened else ()), *self.report.notes, *repeat_notes]
 
 
 def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
@@ -146,80 +154,82 @@ def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
 # ---- forms
 
 
-def _form_of(record: Mapping[str, Any], where: str, report: Report) -> Form:
+def _form_of(record: Mapping[str, Any], location: str, report: Report) -> Form:
     for form in (PAIR, *FORMS):
         if set(form.needed) <= set(record):
             return form
     if report.header:
         raise unknown_header(report.header, report.names, ["prompt", "completion"], record)
     fields = f"the fields {shortlist(record)}" if record else "no fields"
-    raise InputError(f"{where} has {fields}", f"{WANTED}; --columns NAME=FIELD renames others")
+    raise InputError(f"{location} has {fields}", f"{WANTED}; --columns NAME=FIELD renames others")
 
 
-def _messages(record: Mapping[str, Any], where: str) -> Conversation:
+def _messages(record: Mapping[str, Any], location: str) -> Conversation:
     turns = record["messages"] if "messages" in record else record["conversations"]
     messages = sample_messages.read_messages(
-        turns, where, "messages" if "messages" in record else "conversations"
+        turns, location, "messages" if "messages" in record else "conversations"
     )
     system = record.get("system")
     if system:
-        messages.insert(0, new_message("system", system, f"{where}: system"))
-    return sample_messages.conversation(where, messages, record.get("tools"))
+        messages.insert(0, new_message("system", system, f"{location}: system"))
+    return sample_messages.conversation(location, messages, record.get("tools"))
 
 
-def _question(record: Mapping[str, Any], where: str) -> Conversation:
+def _question(record: Mapping[str, Any], location: str) -> Conversation:
     """A question and an answer, texts or lists of messages, perhaps after earlier turns."""
     messages: list[Message] = []
     if record.get("system"):
-        messages.append(new_message("system", record["system"], f"{where}: system"))
+        messages.append(new_message("system", record["system"], f"{location}: system"))
     history = record.get("history")
     for i, turns in enumerate(
-        sample_messages.listed(sample_messages.parsed(history, f"{where}: history"))
+        sample_messages.listed(sample_messages.parsed(history, f"{location}: history"))
     ):
-        at = f"{where}: history[{i}]"
+        at = f"{location}: history[{i}]"
         if not isinstance(turns, list) or len(turns) != 2:
             raise InputError(f"{at} must be a pair of texts: the user's and the assistant's")
         messages += [new_message("user", turns[0], at), new_message("assistant", turns[1], at)]
     for name, role in (("prompt", "user"), ("completion", "assistant")):
-        given = record[name]
-        if isinstance(given, list):
-            messages += sample_messages.read_messages(given, where, name)
+        content = record[name]
+        if isinstance(content, list):
+            messages += sample_messages.read_messages(content, location, name)
         else:
-            messages.append(new_message(role, given, f"{where}: {name}"))
-    return sample_messages.conversation(where, messages, record.get("tools"))
+            messages.append(new_message(role, content, f"{location}: {name}"))
+    return sample_messages.conversation(location, messages, record.get("tools"))
 
 
-def _preference(record: Mapping[str, Any], where: str) -> Pair:
+def _preference(record: Mapping[str, Any], location: str) -> Pair:
     """Answers as texts or messages; without a list of messages for a prompt, lists of messages begin with it."""
-    answers = {name: _answer(record[name], where, name) for name in ("chosen", "rejected")}
+    answers = {name: _answer(record[name], location, name) for name in ("chosen", "rejected")}
     texts = [name for name in answers if isinstance(record[name], str)]
     field = next((name for name in PROMPTS if record.get(name)), None)
     if isinstance(record.get(field or ""), list):
-        prompt = sample_messages.read_messages(record[field or ""], where, field or "")
+        prompt = sample_messages.read_messages(record[field or ""], location, field or "")
     elif texts and field is None:
-        raise InputError(f"{where}: {texts[0]} is a text", f"it needs a field {PROMPTS[0]}")
+        raise InputError(f"{location}: {texts[0]} is a text", f"it needs a field {PROMPTS[0]}")
     elif texts:
-        prompt = [new_message("user", record[field or ""], f"{where}: {field}")]
+        prompt = [new_message("user", record[field or ""], f"{location}: {field}")]
     else:
-        both = takewhile(lambda pair: pair[0] == pair[1], zip(*answers.values(), strict=False))
-        prompt = [message for message, _ in both]
+        shared_prefix = takewhile(
+            lambda pair: pair[0] == pair[1], zip(*answers.values(), strict=False)
+        )
+        prompt = [message for message, _ in shared_prefix]
         while prompt and prompt[-1]["role"] == "assistant":
             prompt.pop()
         answers = {name: messages[len(prompt) :] for name, messages in answers.items()}
     if record.get("system"):
-        prompt.insert(0, new_message("system", record["system"], f"{where}: system"))
-    return sample_messages.pair(where, prompt, answers, record.get("tools"))
+        prompt.insert(0, new_message("system", record["system"], f"{location}: system"))
+    return sample_messages.pair(location, prompt, answers, record.get("tools"))
 
 
-def _answer(given: Any, where: str, name: str) -> list[Message]:
-    given = [given] if isinstance(given, dict) else given
-    if isinstance(given, list):
-        return sample_messages.read_messages(given, where, name)
-    return [new_message("assistant", given, f"{where}: {name}")]
+def _answer(content: Any, location: str, name: str) -> list[Message]:
+    content = [content] if isinstance(content, dict) else content
+    if isinstance(content, list):
+        return sample_messages.read_messages(content, location, name)
+    return [new_message("assistant", content, f"{location}: {name}")]
 
 
-def _plain(record: Mapping[str, Any], where: str) -> Plain:
-    return Plain(where, (sample_messages.worded(record["text"], f"{where}: text"),), True)
+def _plain(record: Mapping[str, Any], location: str) -> Plain:
+    return Plain(location, (sample_messages.worded(record["text"], f"{location}: text"),), True)
 
 
 PROMPTS = ("prompt", "messages", "conversations")

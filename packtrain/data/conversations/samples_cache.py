@@ -42,7 +42,7 @@ class Dataset:
     places: tuple[str, ...] = ()
 
 
-def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) -> Dataset:
+def prepare(recipe: Recipe, cache: Path, report: Say, memory: str | None = None) -> Dataset:
     """The samples of a recipe, cached in a folder of `cache`. Raises InputError for bad data, and as `make`."""
     if not 0 <= recipe.val_split <= 0.5:
         raise InputError(f"--val-split: {recipe.val_split:g} must be from 0 to 0.5")
@@ -56,15 +56,15 @@ def prepare(recipe: Recipe, cache: Path, say: Say, memory: str | None = None) ->
     names = [source.path.name for source in sources]
     size = len(file.metadata.get(f"{KEYS}tokens", ()))
     try:
-        found = read_dataset(folder, parts, size, names)
+        dataset = read_dataset(folder, parts, size, names)
     except (OSError, ValueError):  # missing or damaged
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
-        make(folder, __package__, request, say, memory, size)
-        found = read_dataset(folder, parts, size, names)
-    is_new = any(map(SINCE.search, found.notes))
+        make(folder, __package__, request, report, memory, size)
+        dataset = read_dataset(folder, parts, size, names)
+    is_new = any(map(SINCE.search, dataset.notes))
     fingerprint = checksum((IDENTITY + is_new, *read), sources)
-    notes = *left_out(recipe.data, sources), *found.notes
-    return replace(found, fingerprint=fingerprint, notes=notes)
+    notes = *left_out(recipe.data, sources), *dataset.notes
+    return replace(dataset, fingerprint=fingerprint, notes=notes)
 
 
 def read_dataset(
@@ -74,16 +74,18 @@ def read_dataset(
 
     names  of its files now, which may be others than when it was made
     """
-    kept = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
+    metadata = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)
-    held_out = VALID in parts and VALID in kept["parts"]
+    held_out = VALID in parts and VALID in metadata["parts"]
     valid = read_samples(folder, VALID, vocab_size) if held_out else None
-    now = dict(zip(kept.get("names", ()), names, strict=False))
+    current_names = dict(zip(metadata.get("names", ()), names, strict=False))
 
     def renamed(texts: Sequence[str]) -> tuple[str, ...]:
         split = (text.partition(": ") for text in texts)
-        return tuple(f"{now.get(first, first)}{colon}{rest}" for first, colon, rest in split)
+        return tuple(
+            f"{current_names.get(first, first)}{colon}{rest}" for first, colon, rest in split
+        )
 
-    notes, places = renamed(kept["notes"]), renamed(kept["places"])
-    ends = frozenset(kept["ends"])
-    return Dataset(train, valid, folder.name, notes, kept["template"], ends, places)
+    notes, places = renamed(metadata["notes"]), renamed(metadata["places"])
+    eos_ids = frozenset(metadata["ends"])
+    return Dataset(train, valid, folder.name, notes, metadata["template"], eos_ids, places)

@@ -9,10 +9,10 @@ from packtrain.data.text.reading_report import reading
 from packtrain.data.token_cache import Say, answer
 
 
-def _build(request: dict[str, Any], folder: Path, say: Say) -> None:
+def _build(request: dict[str, Any], folder: Path, report: Say) -> None:
     vocab, _ = request.pop("vocab"), request.pop("room")
     text = Text(data=Path(request.pop("data")), vocab=Path(vocab) if vocab else None, **request)
-    write_corpus(text, folder, say)
+    write_corpus(text, folder, report)
 
 
 if __name__ == "__main__":

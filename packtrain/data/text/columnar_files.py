@@ -55,11 +55,11 @@ def _batches(path: Path, arrow: Any) -> Iterator[Any]:
     with arrow.memory_map(str(path)) as source:
         try:
             file = ipc.open_file(source)
-            whole = (file.get_batch(i) for i in range(file.num_record_batches))
+            record_batches = (file.get_batch(i) for i in range(file.num_record_batches))
         except arrow.ArrowInvalid:  # then it is the stream format, as in Hugging Face's caches
             source.seek(0)
-            whole = iter(ipc.open_stream(source))
-        for batch in whole:
+            record_batches = iter(ipc.open_stream(source))
+        for batch in record_batches:
             for at in range(0, batch.num_rows, ROWS):
                 yield batch.slice(at, ROWS)
 

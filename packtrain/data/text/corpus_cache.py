@@ -39,7 +39,7 @@ class Corpus:
     notes: tuple[str, ...]
 
 
-def prepare(text: Text, cache: Path, say: Say, memory: str | None = None) -> Corpus:
+def prepare(text: Text, cache: Path, report: Say, memory: str | None = None) -> Corpus:
     """The corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError for bad text, and as `make`."""
     if not 0 <= text.val_split <= 0.5:
         raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
@@ -49,23 +49,23 @@ def prepare(text: Text, cache: Path, say: Say, memory: str | None = None) -> Cor
     folder = cache / fingerprint
     parts = parts_of(text, sources)
     try:
-        found = read_corpus(folder, parts)
+        corpus = read_corpus(folder, parts)
     except (OSError, ValueError):  # missing or damaged
         request = asdict(text) | {"data": str(text.data)}
         request["vocab"] = str(text.vocab) if text.vocab else None
         size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
-        make(folder, __package__, request, say, memory, size)
-        found = read_corpus(folder, parts)
-    return replace(found, notes=(*left_out(text.data, sources), *found.notes))
+        make(folder, __package__, request, report, memory, size)
+        corpus = read_corpus(folder, parts)
+    return replace(corpus, notes=(*left_out(text.data, sources), *corpus.notes))
 
 
 def _fingerprint(
     text: Text, sources: Sequence[Source], vocabulary: Mapping[str, Value] | None
 ) -> str:
-    wanted = (text.vocab_size, text.auto) if vocabulary is None else plain(vocabulary)
+    vocab_options = (text.vocab_size, text.auto) if vocabulary is None else plain(vocabulary)
     # only if they are given, so that other caches are still found
-    kept = [*(["kept"] if text.kept else []), *([text.columns] if text.columns else [])]
-    options = FORMAT, text.separator, text.val_split, text.skip_bad, wanted, *kept
+    extra_options = [*(["kept"] if text.kept else []), *([text.columns] if text.columns else [])]
+    options = FORMAT, text.separator, text.val_split, text.skip_bad, vocab_options, *extra_options
     return checksum(options, sources)
 
 

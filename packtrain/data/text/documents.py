@@ -88,8 +88,8 @@ class Survey:
 # ---- files
 
 
-def find_sources(data: Path, others: Sequence[str] = TEXTS) -> tuple[Source, ...]:
-    """A file; or a folder's train and valid files; or its files with suffixes `others`. Raises InputError."""
+def find_sources(data: Path, suffixes: Sequence[str] = TEXTS) -> tuple[Source, ...]:
+    """A file; or a folder's train and valid files; or its files with suffixes `suffixes`. Raises InputError."""
     existing(data, "--data")
     if not data.is_dir():
         return (Source(data),)
@@ -98,17 +98,17 @@ def find_sources(data: Path, others: Sequence[str] = TEXTS) -> tuple[Source, ...
         return Source(train, TRAIN), Source(valid, VALID)
     if train:
         return (Source(train),)
-    wanted = "train.txt or train.jsonl"
+    expected = "train.txt or train.jsonl"
     if valid:
-        raise InputError(f"--data: {data} has {valid.name}, but no {wanted}")
-    found = [p for p in sorted(data.iterdir()) if _named(p, others) and p.is_file()]
-    if not found:
-        there = _listed([path for path in sorted(data.iterdir()) if kind_of(path) in RECORDS])
+        raise InputError(f"--data: {data} has {valid.name}, but no {expected}")
+    text_files = [p for p in sorted(data.iterdir()) if _named(p, suffixes) and p.is_file()]
+    if not text_files:
+        available = _listed([path for path in sorted(data.iterdir()) if kind_of(path) in RECORDS])
         raise InputError(
-            f"--data: {data} holds no text; it must have {wanted}, or other {others[0]} files"
-            + (f"; of {there} give one by name" if there else "")
+            f"--data: {data} holds no text; it must have {expected}, or other {suffixes[0]} files"
+            + (f"; of {available} give one by name" if available else "")
         )
-    return tuple(Source(existing(path, "--data")) for path in found)
+    return tuple(Source(existing(path, "--data")) for path in text_files)
 
 
 def _parts(folder: Path) -> tuple[Path | None, Path | None]:
@@ -124,9 +124,11 @@ def left_out(data: Path, sources: Iterable[Source]) -> tuple[str, ...]:
     """A message naming the other files in a data folder; empty if there are none."""
     if not data.is_dir():
         return ()
-    taken = {source.path for source in sources}
-    others = [p for p in sorted(data.iterdir()) if p not in taken and not p.name.startswith(".")]
-    return (f"{data}: not read: {_listed(others)}",) if others else ()
+    used_paths = {source.path for source in sources}
+    unused_paths = [
+        p for p in sorted(data.iterdir()) if p not in used_paths and not p.name.startswith(".")
+    ]
+    return (f"{data}: not read: {_listed(unused_paths)}",) if unused_paths else ()
 
 
 def _listed(paths: Sequence[Path]) -> str:
@@ -145,90 +147,98 @@ def parts_of(text: Text, sources: Iterable[Source]) -> tuple[str, ...]:
 def file_called(folder: Path, *names: str) -> Path | None:
     """The only file of a folder with one of these names. Raises InputError if there are several."""
     paths = [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]
-    found = [path for path in paths if path.is_file()]
-    if len(found) > 1:
-        raise InputError(f"--data: {folder} has {found[0].name} and {found[1].name}; keep one")
-    return existing(found[0], "--data") if found else None
+    existing_paths = [path for path in paths if path.is_file()]
+    if len(existing_paths) > 1:
+        raise InputError(
+            f"--data: {folder} has {existing_paths[0].name} and {existing_paths[1].name}; keep one"
+        )
+    return existing(existing_paths[0], "--data") if existing_paths else None
 
 
 def read_documents(
-    sources: Iterable[Source], separator: str | None, reports: Iterable[Report], kept: bool = False
+    sources: Iterable[Source],
+    separator: str | None,
+    reports: Iterable[Report],
+    keep_separators: bool = False,
 ) -> Iterator[Piece]:
     """The pieces of all non-blank documents, each with its source's split; fills a report for each source."""
     for source, report in zip(sources, reports, strict=True):
-        for piece in _without_blank(_pieces(separator, report, kept)):
+        for piece in _without_blank(_pieces(separator, report, keep_separators)):
             yield replace(piece, part=source.part)
 
 
-def _pieces(separator: str | None, report: Report, kept: bool) -> Iterator[Piece]:
+def _pieces(separator: str | None, report: Report, keep_separators: bool) -> Iterator[Piece]:
     if kind_of(report.path) in RECORDS:
         return (Piece(text, True) for text in _texts(report))
     if report.columns is not None:
         raise InputError(f"--columns: {report.path} is plain text and has none; leave it out")
-    return split(report.chunks(text_chunks(report.path)), separator, kept)
+    return split(report.chunks(text_chunks(report.path)), separator, keep_separators)
 
 
 def _texts(report: Report) -> Iterator[str]:
-    begun = report.skip
-    for where, found in read_records(WANTED, report):
-        if report.header and "text" not in found:
-            error = unknown_header(report.header, report.names, ["text"], found)
-            raise InputError(f"{error}{_advice(found)}")
+    has_started = report.skip
+    for location, record in read_records(WANTED, report):
+        if report.header and "text" not in record:
+            error = unknown_header(report.header, report.names, ["text"], record)
+            raise InputError(f"{error}{_advice(record)}")
         try:
-            text = _text_of(found, where)
+            text = _text_of(record, location)
         except InputError as error:
-            if not begun:  # the whole file is bad, not one record
+            if not has_started:  # the whole file is bad, not one record
                 raise
             report.reject(error)
         else:
-            begun = True
+            has_started = True
             yield text
 
 
-def _text_of(found: Any, where: str) -> str:
-    if not isinstance(found, dict) or "text" not in found:
-        raise InputError(f"{where} has no field text", WANTED + _advice(found))
-    return sound(found["text"], f"{where}: text", WANTED)
+def _text_of(record: Any, location: str) -> str:
+    if not isinstance(record, dict) or "text" not in record:
+        raise InputError(f"{location} has no field text", WANTED + _advice(record))
+    return sound(record["text"], f"{location}: text", WANTED)
 
 
-def _advice(found: Any) -> str:
+def _advice(record: Any) -> str:
     """Advice to use finetune, if the record is a conversation."""
-    chat = isinstance(found, dict) and any(fields <= set(found) for fields in CHATS)
+    chat = isinstance(record, dict) and any(fields <= set(record) for fields in CHATS)
     tune = "; conversations are for packtrain finetune, which tunes an existing model"
     return tune if chat else ""
 
 
-def sound(text: Any, where: str, wanted: str) -> str:
+def sound(text: Any, location: str, example: str) -> str:
     """Check that this is a string that UTF-8 can encode. Raises InputError."""
     if not isinstance(text, str):
-        raise InputError(f"{where} is {type(text).__name__}, not a string", wanted)
+        raise InputError(f"{location} is {type(text).__name__}, not a string", example)
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{where} has half a surrogate pair", "it needs both halves") from None
+        raise InputError(f"{location} has half a surrogate pair", "it needs both halves") from None
     return text
 
 
 # ---- documents
 
 
-def split(chunks: Iterable[str], separator: str | None, kept: bool = False) -> Iterator[Piece]:
-    """Split a text into documents; drops the separators and line breaks next to them, unless they are `kept`."""
+def split(
+    chunks: Iterable[str], separator: str | None, keep_separators: bool = False
+) -> Iterator[Piece]:
+    """Split a text into documents; drops the separators and line breaks next to them, unless they are
+    `keep_separators`."""
     separator = separator and re.sub("\r\n?", "\n", separator)  # as in the text
-    pattern = _pattern(separator, kept)
+    pattern = _pattern(separator, keep_separators)
     reach = len(END_OF_TEXT if separator is None else separator) + 2
     # separators begin at `since` or later; the character before it is kept for `^`
     rest, since = "", 0
     for chunk in chain(chunks, (None,)):
         rest += chunk or ""
         at, limit = 0, len(rest) - reach
-        for found in pattern.finditer(rest, since):
+        for match in pattern.finditer(rest, since):
             # the next text may lengthen the match or undo it
-            if chunk is not None and found.end() == len(rest):
-                limit = found.start()
+            if chunk is not None and match.end() == len(rest):
+                limit = match.start()
                 break
-            yield Piece(rest[at : found.end() if kept else found.start()], True)
-            at, since = found.end(), 0
+            yield Piece(rest[at : match.end() if keep_separators else match.start()], True)
+            at, since = match.end(), 0
         count = len(rest[at : max(at, limit)].rstrip("\n")) - 1
         if count > 0:
             yield Piece(rest[at : at + count], False)
@@ -237,25 +247,25 @@ def split(chunks: Iterable[str], separator: str | None, kept: bool = False) -> I
     yield Piece(rest, True)
 
 
-def _pattern(separator: str | None, kept: bool) -> re.Pattern[str]:
+def _pattern(separator: str | None, keep_separators: bool) -> re.Pattern[str]:
     if separator == "":
         return re.compile(r"(?!)")  # matches nowhere
     if separator is None:
         return re.compile(rf"(?m)\n*^{re.escape(END_OF_TEXT)}$\n*")
-    return re.compile(re.escape(separator) if kept else rf"\n*{re.escape(separator)}\n*")
+    return re.compile(re.escape(separator) if keep_separators else rf"\n*{re.escape(separator)}\n*")
 
 
 def _without_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Drop documents of only whitespace; holds back leading whitespace until text follows."""
-    held, begun = "", False
+    pending, has_started = "", False
     for piece in pieces:
-        held += piece.text
-        if begun or (held and not held.isspace()):
-            yield Piece(held, piece.ends)
-            begun = not piece.ends
-            held = ""
+        pending += piece.text
+        if has_started or (pending and not pending.isspace()):
+            yield Piece(pending, piece.ends)
+            has_started = not piece.ends
+            pending = ""
         elif piece.ends:
-            held = ""
+            pending = ""
 
 
 # ---- training and validation
@@ -271,32 +281,32 @@ def survey(pieces: Iterable[Piece]) -> Survey:
     return Survey(documents, characters, nbytes)
 
 
-def divide(pieces: Iterable[Piece], found: Survey, val_split: float) -> Iterator[Piece]:
+def divide(pieces: Iterable[Piece], survey_result: Survey, val_split: float) -> Iterator[Piece]:
     """Assign splits: every k-th document is for validation, or the end of a text with few documents.
 
     Without val_split, pieces without a split are for training.
     """
-    every = round(1 / val_split) if val_split else 0
-    if not every:
+    interval = round(1 / val_split) if val_split else 0
+    if not interval:
         return (replace(piece, part=piece.part or TRAIN) for piece in pieces)
-    if found.documents >= max(SPLIT_BY_DOCUMENTS, every):
-        return _by_documents(pieces, every)
-    return _by_place(pieces, int(found.characters * (1 - val_split)))
+    if survey_result.documents >= max(SPLIT_BY_DOCUMENTS, interval):
+        return _by_documents(pieces, interval)
+    return _by_place(pieces, int(survey_result.characters * (1 - val_split)))
 
 
-def _by_documents(pieces: Iterable[Piece], every: int) -> Iterator[Piece]:
+def _by_documents(pieces: Iterable[Piece], interval: int) -> Iterator[Piece]:
     document = 1
     for piece in pieces:
-        yield replace(piece, part=TRAIN if document % every else VALID)
+        yield replace(piece, part=TRAIN if document % interval else VALID)
         document += piece.ends
 
 
 def _by_place(pieces: Iterable[Piece], place: int) -> Iterator[Piece]:
     """Text before the place is for training, the rest for validation; may cut a document in two."""
     # characters before `held`; text around the place, until it contains a line end
-    seen, held = 0, ""
+    seen, pending = 0, ""
     for piece in pieces:
-        text = held + piece.text
+        text = pending + piece.text
         if seen >= place:
             yield replace(piece, part=VALID)
         elif seen + len(text) < place:
@@ -307,9 +317,9 @@ def _by_place(pieces: Iterable[Piece], place: int) -> Iterator[Piece]:
             yield Piece(text[:cut], True, TRAIN)
             if text[cut:]:
                 yield Piece(text[cut:], piece.ends, VALID)
-            seen, held = place, ""
+            seen, pending = place, ""
         else:
-            held = text
+            pending = text
 
 
 def _line_break(text: str, at: int) -> int:

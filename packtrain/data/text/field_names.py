@@ -50,11 +50,13 @@ def _quoted(name: str) -> str:
 def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
     """Fields by lower-case name: those of --columns, and a question and an answer that are named otherwise."""
     fields = ALIASES | dict(columns)
-    known = {fields.get(name, name) for name in names}
-    pair = next((pair for pair in PAIRS if known.issuperset(pair)), None)
-    if pair is not None and not known & set(CONVERSATIONS):
+    field_names = {fields.get(name, name) for name in names}
+    pair = next((pair for pair in PAIRS if field_names.issuperset(pair)), None)
+    if pair is not None and not field_names & set(CONVERSATIONS):
         fields.setdefault(pair[0], "prompt")
-        fields.setdefault(pair[1], "chosen" if known & {"chosen", "rejected"} else "completion")
+        fields.setdefault(
+            pair[1], "chosen" if field_names & {"chosen", "rejected"} else "completion"
+        )
         if "prompt" not in columns.values():
             fields = dict.fromkeys(JOINED, "prompt") | fields
     return fields
@@ -74,7 +76,7 @@ def renaming(names: Sequence[str], fields: Mapping[str, str]) -> str:
 
 
 def unknown_header(
-    where: str, names: Sequence[str], fields: Sequence[str], record: Mapping[str, object]
+    location: str, names: Sequence[str], fields: Sequence[str], record: Mapping[str, object]
 ) -> InputError:
     """The error for a header of which no column is known, or which is missing.
 
@@ -83,11 +85,12 @@ def unknown_header(
     """
     names = [name for name in names if name]
     if not names:
-        return InputError(f"{where} names no columns; it must name {' and '.join(fields)}")
+        return InputError(f"{location} names no columns; it must name {' and '.join(fields)}")
     numbered = ",".join(f"{i}={field}" for i, field in enumerate(fields, 1))
     if any(_is_sentence(name) for name in names):
         return InputError(
-            f"{where} is no header but a record: {shortlist(names)}; write the row {','.join(fields)} above it, or give"
+            f"{location} is no header but a record: {shortlist(names)}; write the row"
+            f" {','.join(fields)} above it, or give"
             f" --columns {numbered}"
         )
     longest = sorted(names, key=lambda name: -len(str(record.get(name.lower()))))[: len(fields)]
@@ -96,7 +99,7 @@ def unknown_header(
         f"{_quoted(name)}={field}" for name, field in zip(columns, fields, strict=False)
     )
     return InputError(
-        f"{where} names the columns {shortlist(names)}; say which to read as {' and '.join(fields)}, for example"
+        f"{location} names the columns {shortlist(names)}; say which to read as {' and '.join(fields)}, for example"
         f" --columns {shlex.quote(named)}; if this row is no header: --columns {numbered}"
     )
 

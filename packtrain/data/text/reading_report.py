@@ -65,27 +65,29 @@ class Report:
     def notes(self) -> list[str]:
         """Messages to print."""
         name = self.path.name
-        found = [f"{name}: {remark}" for remark in self.remarks]
+        messages = [f"{name}: {remark}" for remark in self.remarks]
         if renamed := renaming(self.names, self.fields):
-            found.append(f"{name}: columns: {renamed}")
+            messages.append(f"{name}: columns: {renamed}")
         if self.line_ends:
-            found.append(f"{name}: {self.line_ends:,} line ends changed from \\r\\n or \\r to \\n")
+            messages.append(
+                f"{name}: {self.line_ends:,} line ends changed from \\r\\n or \\r to \\n"
+            )
         if self.bad:
             first = f"; the first {FEW}" if self.bad > FEW else ""
-            found.append(f"{name}: {plural(self.bad, 'bad record')} skipped{first}:")
-            found += [f"  {reason}" for reason in self.reasons]
-        return found
+            messages.append(f"{name}: {plural(self.bad, 'bad record')} skipped{first}:")
+            messages += [f"  {reason}" for reason in self.reasons]
+        return messages
 
-    def record(self, value: Any, where: str) -> Any:
+    def record(self, value: Any, location: str) -> Any:
         """The record with its columns named as fields. Raises InputError."""
-        reading["place"] = where
+        reading["place"] = location
         if not isinstance(value, dict):
             return value
         if not self.named:
             self.names, names = [*value], {name.strip().lower() for name in value}
             if self.given and names.isdisjoint(self.given):
                 raise InputError(
-                    f"--columns: {where} has none of them", f"there are {shortlist(value)}"
+                    f"--columns: {location} has none of them", f"there are {shortlist(value)}"
                 )
             self.fields = fields_of(names, self.given)
             self.named = bool(names & {*self.fields, *FIELDS})
@@ -100,7 +102,9 @@ class Report:
             elif isinstance(cell, str) and isinstance(renamed[field], str):
                 renamed[field] += f"\n{cell}"
             else:
-                raise InputError(f"{where}: {name} is no text; it must be to be joined to {field}")
+                raise InputError(
+                    f"{location}: {name} is no text; it must be to be joined to {field}"
+                )
         return renamed
 
     def text(self, text: str) -> str:
@@ -113,12 +117,12 @@ class Report:
 
     def chunks(self, chunks: Iterable[str]) -> Iterator[str]:
         """The same for a text in chunks, which may split a `\\r\\n`."""
-        held = ""
+        pending = ""
         for chunk in chunks:
-            text = held + chunk
-            held = "\r" if text.endswith("\r") else ""
-            yield self.text(text.removesuffix(held))
-        yield self.text(held)
+            text = pending + chunk
+            pending = "\r" if text.endswith("\r") else ""
+            yield self.text(text.removesuffix(pending))
+        yield self.text(pending)
 
     def value(self, value: Any) -> Any:
         """The same for all texts in a JSON value."""

@@ -30,47 +30,47 @@ NULS = ", and this is not a text file: it begins with NULs"
 SOMETHING = re.compile(r"[^ \t\r\n]")
 
 
-def read_records(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
-    """Each record of the report's file and its place; errors quote `wanted`, an example of a good record."""
+def read_records(example: str, report: Report) -> Iterator[tuple[str, Any]]:
+    """Each record of the report's file and its place; errors quote `example`, an example of a good record."""
     path = report.path
     kind = kind_of(path)
-    found: Iterator[tuple[str, Any]]
+    values: Iterator[tuple[str, Any]]
     if kind == ARRAY:
-        found = iter(_Array(path, wanted))
+        values = iter(_Array(path, example))
     elif kind in TABLES:
-        found = table_rows(report)
+        values = table_rows(report)
     elif kind in COLUMNS:
-        found = column_rows(path)
+        values = column_rows(path)
     else:
-        found = _lines(wanted, report)
-    for where, value in found:
+        values = _lines(example, report)
+    for location, value in values:
         try:
-            record = report.record(report.value(value), where)
+            record = report.record(report.value(value), location)
         except RecursionError:
-            report.reject(InputError(f"{where} is nested too deep", wanted))
+            report.reject(InputError(f"{location} is nested too deep", example))
         except InputError as error:
             report.reject(error)
         else:
-            yield where, record
+            yield location, record
 
 
-def _lines(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
+def _lines(example: str, report: Report) -> Iterator[tuple[str, Any]]:
     path = report.path
     with opened(path) as file:
         for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
-            where = reading["place"] = f"{path}: line {number}"
+            location = reading["place"] = f"{path}: line {number}"
             if len(line) > LONGEST:
-                raise InputError(f"{where} {TOO_LONG}{NULS if 0 in line[:9] else ''}")
+                raise InputError(f"{location} {TOO_LONG}{NULS if 0 in line[:9] else ''}")
             if not line.strip():
                 continue
             try:
                 value = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                report.reject(InputError(f"{where} is not UTF-8", as_utf_8(path)))
+                report.reject(InputError(f"{location} is not UTF-8", as_utf_8(path)))
             except (ValueError, RecursionError):
-                report.reject(InputError(f"{where} is not JSON", wanted))
+                report.reject(InputError(f"{location} is not JSON", example))
             else:
-                yield where, value
+                yield location, value
 
 
 class _Array:
@@ -90,8 +90,8 @@ class _Array:
             raise InputError(f"{self.path} must be an array; with one record a line it is a .jsonl")
         self._move(self.at + 1)
         while self._next() != "]":
-            where = reading["place"] = f"{self.path}: line {self.line}"
-            yield where, self._value()
+            location = reading["place"] = f"{self.path}: line {self.line}"
+            yield location, self._value()
             if self._next() == ",":
                 self._move(self.at + 1)
         self._move(self.at + 1)
@@ -117,12 +117,12 @@ class _Array:
 
     def _next(self) -> str:
         """Move to the next non-whitespace character and return it; "" at the end."""
-        while not (found := SOMETHING.search(self.text, self.at)):
+        while not (match := SOMETHING.search(self.text, self.at)):
             self._move(len(self.text))
             if not self._read():
                 return ""
-        self._move(found.start())
-        return found[0]
+        self._move(match.start())
+        return match[0]
 
     def _move(self, to: int) -> None:
         self.line += self.text.count("\n", self.at, to)
@@ -131,9 +131,9 @@ class _Array:
     def _read(self) -> bool:
         """Double the buffer, so that a long record is parsed only a few times; False at the end."""
         self.text, self.at = self.text[self.at :], 0
-        before = len(self.text)
+        old_length = len(self.text)
         for chunk in self._chunks:
             self.text += chunk
-            if len(self.text) > 2 * before:
+            if len(self.text) > 2 * old_length:
                 break
-        return len(self.text) > before
+        return len(self.text) > old_length

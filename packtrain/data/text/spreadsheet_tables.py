@@ -28,36 +28,38 @@ TOLD = re.compile(r"sep=([,;\t])\s*", re.IGNORECASE)  # a first line that Excel 
 def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
     """Each row as a dict, and its place; columns named by number in --columns have no header. Raises InputError."""
     rows = sheet_rows(report) if kind_of(report.path) in SHEETS else _rows(report)
-    where, header = next(rows, ("", []))
-    report.header = where
+    location, header = next(rows, ("", []))
+    report.header = location
     if header and report.given and all(column.isdecimal() for column in report.given):
         if renamed := renaming(header, fields_of([name.strip().lower() for name in header], {})):
             raise InputError(
-                f"--columns: {where} is a header: {renamed}; leave --columns out, or name its columns"
+                f"--columns: {location} is a header: {renamed}; leave --columns out, or name its columns"
             )
-        rows = chain([(where, header)], rows)
+        rows = chain([(location, header)], rows)
         header = [str(number) for number in range(1, len(header) + 1)]
         report.remarks.append("row 1 is a record, as --columns has numbers")
     names = [name.strip() for name in header]
     report.names = [name for name in names if name]
     lower = [name.lower() for name in names]  # spreadsheets capitalize names
-    twice = next((name for name in lower if name and lower.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"{where} names the field {twice} twice; each column needs its own name")
+    duplicate = next((name for name in lower if name and lower.count(name) > 1), None)
+    if duplicate is not None:
+        raise InputError(
+            f"{location} names the field {duplicate} twice; each column needs its own name"
+        )
     absent = next((column for column in report.given if column not in lower), None)
     if header and absent is not None:
-        there = shortlist(report.names)
-        raise InputError(f"--columns: {where} has no column {absent}; there are {there}")
-    for where, cells in rows:
+        available = shortlist(report.names)
+        raise InputError(f"--columns: {location} has no column {absent}; there are {available}")
+    for location, cells in rows:
         while len(cells) > len(names) and not cells[-1]:
             cells.pop()
         if len(cells) == len(names):  # columns without a name are row numbers of tools
-            yield where, {name: cell for name, cell in zip(names, cells, strict=True) if name}
+            yield location, {name: cell for name, cell in zip(names, cells, strict=True) if name}
             continue
-        found, wanted = plural(len(cells), "cell"), plural(len(names), "column")
+        num_cells, num_columns = plural(len(cells), "cell"), plural(len(names), "column")
         report.reject(
             InputError(
-                f"{where} has {found} where the header has {wanted}",
+                f"{location} has {num_cells} where the header has {num_columns}",
                 "a cell that contains the delimiter or a line break must be in double quotes",
             )
         )
@@ -67,25 +69,25 @@ def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
     """The non-empty rows, including the header, and the place of each."""
     path = report.path
     lines = _lines(path)
-    first, delimiter, passed, row = "", "", 0, 0
+    first, delimiter, num_skipped, row = "", "", 0, 0
     for first in lines:
-        passed += 1
-        if told := TOLD.fullmatch(first):
-            delimiter = told[1]
+        num_skipped += 1
+        if declaration := TOLD.fullmatch(first):
+            delimiter = declaration[1]
         elif first.strip():
             break
         else:
             row += 1
     csv.field_size_limit(LONGEST_CELL)
     delimiter = delimiter or _delimiter(first, kind_of(path))
-    fed = Fed(chain([first], lines))
-    reader = csv.reader(fed, delimiter=delimiter, strict=True)
+    line_feed = Fed(chain([first], lines))
+    reader = csv.reader(line_feed, delimiter=delimiter, strict=True)
     while True:
-        line, row, fed.characters = passed + reader.line_num, row + 1, 0
+        line, row, line_feed.characters = num_skipped + reader.line_num, row + 1, 0
         try:
             cells = next(reader, None)
         except csv.Error:
-            report.reject(InputError(f"{path}: line {line}: {fed.fact}", fed.advice))
+            report.reject(InputError(f"{path}: line {line}: {line_feed.fact}", line_feed.advice))
             continue
         if cells is None:
             return
@@ -129,9 +131,9 @@ class Fed:
 
 def _delimiter(first: str, kind: str) -> str:
     """The most frequent delimiter in the header, outside quotes."""
-    bare = QUOTED.sub("", first)
-    usual = "\t" if kind == ".tsv" else ","
-    return max((usual, ",", ";", "\t"), key=bare.count)
+    unquoted = QUOTED.sub("", first)
+    default = "\t" if kind == ".tsv" else ","
+    return max((default, ",", ";", "\t"), key=unquoted.count)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -140,9 +142,9 @@ def _lines(path: Path) -> Iterator[str]:
     for chunk in text_chunks(path):
         rest += chunk
         at = 0
-        for found in END.finditer(rest):
-            yield rest[at : found.end()]
-            at, number = found.end(), number + 1
+        for match in END.finditer(rest):
+            yield rest[at : match.end()]
+            at, number = match.end(), number + 1
         rest = rest[at:]
         if len(rest) > LONGEST_LINE:
             raise InputError(

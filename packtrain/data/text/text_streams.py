@@ -72,7 +72,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def text_chunks(path: Path) -> Iterator[str]:
     """A file's text with its line ends, without a byte order mark."""
     decoder = getincrementaldecoder("utf-8")()
-    at, begun, last = 0, False, False
+    at, has_started, last = 0, False, False
     with opened(path) as file:
         while not last:
             chunk = file.read(CHUNK_NBYTES)
@@ -91,8 +91,8 @@ def text_chunks(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 place = at - waiting + error.start
                 raise InputError(f"{path}: byte {place} is not UTF-8; {as_utf_8(path)}") from None
-            yield text if begun else text.removeprefix(MARK)
-            begun = begun or bool(text)
+            yield text if has_started else text.removeprefix(MARK)
+            has_started = has_started or bool(text)
             at += len(chunk)
 
 

@@ -82,15 +82,15 @@ class TokenFile:
     def count(self) -> int:
         return self._file.count
 
-    def add(self, ids: np.ndarray, ends: bool) -> None:
-        """Add ids of a document, all of them or those that follow; `ends` with the last ones."""
+    def add(self, ids: np.ndarray, is_last: bool) -> None:
+        """Add ids of a document, all of them or those that follow; `is_last` with the last ones."""
         if not self._open:
             self.starts.append(self.count)
             self._file.write([self._bos])
         self._file.write(ids)
-        if ends:
+        if is_last:
             self._file.write([self._eos])
-        self._open = not ends
+        self._open = not is_last
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -40,9 +40,9 @@ class Pattern:
         self.places.append(Place("match"))
 
     def _next(self, text: str) -> bool:
-        found = self._pattern.startswith(text, self._at)
-        self._at += len(text) * found
-        return found
+        matches = self._pattern.startswith(text, self._at)
+        self._at += len(text) * matches
+        return matches
 
     def _choice(self) -> Emit:
         branches = [self._sequence()]
@@ -65,56 +65,58 @@ class Pattern:
         if self._next("(?!"):
             return self._group("ahead")
         if self._next("(?:") or self._next("("):
-            found = self._choice()
+            choice = self._choice()
             self._next(")")
-            return found
+            return choice
         return self._character("one")
 
     def _group(self, kind: str) -> Emit:
-        found = self._character(kind)
+        character = self._character(kind)
         self._next(")")
-        return found
+        return character
 
     def _character(self, kind: str) -> Emit:
-        found = ATOM.match(self._pattern, self._at)
-        if found is None:
+        match = ATOM.match(self._pattern, self._at)
+        if match is None:
             raise ValueError(f"{self._pattern!r} cannot be read from {self._at} on")
-        self._at = found.end()
-        among = re.compile(found[0], re.ASCII)
-        place = Place(kind, frozenset(filter(among.match, self._alphabet)))
+        self._at = match.end()
+        char_class = re.compile(match[0], re.ASCII)
+        place = Place(kind, frozenset(filter(char_class.match, self._alphabet)))
         return lambda code: code.append(place)
 
     def _repeated(self, item: Emit) -> Emit:
-        found = REPEAT.match(self._pattern, self._at)
-        if found is None:
+        match = REPEAT.match(self._pattern, self._at)
+        if match is None:
             return item
-        self._at = found.end()
-        least, most = TIMES[found[1]] if found[1] else (int(found[2]), int(found[3] or found[2]))
-        return lambda code: _times(code, item, least, most)
+        self._at = match.end()
+        min_times, max_times = (
+            TIMES[match[1]] if match[1] else (int(match[2]), int(match[3] or match[2]))
+        )
+        return lambda code: _times(code, item, min_times, max_times)
 
 
 def _one_of(code: list[Place], branches: list[Emit]) -> None:
-    split, ends, starts = len(code), list[int](), list[int]()
+    split, branch_ends, starts = len(code), list[int](), list[int]()
     code.append(Place("split"))
     for branch in branches:
         starts.append(len(code))
         branch(code)
-        ends.append(len(code))
+        branch_ends.append(len(code))
         code.append(Place("split"))
     code[split] = Place("split", to=tuple(starts))
-    for end in ends:
+    for end in branch_ends:
         code[end] = Place("split", to=(len(code),))
 
 
-def _times(code: list[Place], item: Emit, least: int, most: int | None) -> None:
-    for _ in range(least):
+def _times(code: list[Place], item: Emit, min_times: int, max_times: int | None) -> None:
+    for _ in range(min_times):
         item(code)
     splits = []
-    for _ in range(1 if most is None else most - least):
+    for _ in range(1 if max_times is None else max_times - min_times):
         splits.append(len(code))
         code.append(Place("split"))
         item(code)
-    if most is None:
+    if max_times is None:
         code.append(Place("split", to=(splits[0],)))
     for split in splits:
         code[split] = Place("split", to=(split + 1, len(code)))
@@ -131,8 +133,8 @@ def automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], 
         joined[:, FIRST_CLASS:], axis=1, return_index=True, return_inverse=True
     )
     columns = [INSIDE, ENDING, *(FIRST_CLASS + first)]
-    found = [np.ascontiguousarray(table[:, columns]) for table in tables]
-    return found, (classes.reshape(-1) + FIRST_CLASS).astype(np.uint8)
+    compact_tables = [np.ascontiguousarray(table[:, columns]) for table in tables]
+    return compact_tables, (classes.reshape(-1) + FIRST_CLASS).astype(np.uint8)
 
 
 def _steps(pattern: str, alphabet: str) -> np.ndarray:
@@ -153,19 +155,19 @@ def _alike(places: list[Place], alphabet: str) -> tuple[str, list[int]]:
     """One character of all that no place tells apart, and by character which of those stands for it."""
     sets = list({place.of for place in places})
     columns: dict[tuple[bool, ...], int] = {}
-    found = [
+    class_numbers = [
         columns.setdefault(tuple(character in of for of in sets), len(columns))
         for character in alphabet
     ]
-    return "".join(alphabet[found.index(n)] for n in range(len(columns))), found
+    return "".join(alphabet[class_numbers.index(n)] for n in range(len(columns))), class_numbers
 
 
 def _growing(states: dict[tuple[int, ...], int]) -> Iterator[tuple[int, ...]]:
-    found, done = list(states), 0
-    while done < len(found):
-        yield found[done]
+    seen_states, done = list(states), 0
+    while done < len(seen_states):
+        yield seen_states[done]
         done += 1
-        found += islice(states, len(found), None)
+        seen_states += islice(states, len(seen_states), None)
 
 
 def _step(

@@ -32,10 +32,10 @@ def encode_all(
     lanes = SimpleQueue[Lane]()
 
     def encode(batch: list[Stretch], lane: Lane | None) -> list[Ids]:
-        found = tokenizer.arrays([parts for parts, _ in batch], lane)
+        id_arrays = tokenizer.arrays([parts for parts, _ in batch], lane)
         if lane is not None:
             lanes.put(lane)
-        return [(ids, ends) for ids, (_, ends) in zip(found, batch, strict=True)]
+        return [(ids, is_last) for ids, (_, is_last) in zip(id_arrays, batch, strict=True)]
 
     waiting: deque[Future[list[Ids]]] = deque()
     with ThreadPoolExecutor(count) as pool:
@@ -52,8 +52,8 @@ def encode_all(
 
 def _batches(stretches: Iterable[Stretch]) -> Iterator[list[Stretch]]:
     batch, size = list[Stretch](), 0
-    for parts, ends in stretches:
-        batch.append((parts, ends))
+    for parts, is_last in stretches:
+        batch.append((parts, is_last))
         size += sum(len(part) for part in parts if isinstance(part, str))
         if size >= BATCH:
             yield batch

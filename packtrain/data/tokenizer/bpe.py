@@ -62,8 +62,8 @@ class BytePairs:
         """Ids of a text, word by word; words are cached."""
         ids: list[int] = []
         for word in self._splitter.split(self._plain(text)):
-            known = self._cache.get(word)
-            ids += self._word(word) if known is None else known
+            cached_ids = self._cache.get(word)
+            ids += self._word(word) if cached_ids is None else cached_ids
         return ids
 
     def raw(self, text: str) -> bytes:
@@ -73,11 +73,11 @@ class BytePairs:
     def tables(self) -> Tables:
         """The vocabulary for compiled code."""
         index, rule = self.table.index, self._rule
-        pairs, others = pair_table(self._merges, index)
+        pairs, extra_numbers = pair_table(self._merges, index)
         words = Words(self._splitter.patterns, self._splitter.classes)
         if not rule.spelled:
             singles = [NONE if id is None else id for id in map(self._byte, range(256))]
-            strings = Strings.of([*self.table.tokens, *others])
+            strings = Strings.of([*self.table.tokens, *extra_numbers])
             return Tables(
                 words,
                 strings,
@@ -87,7 +87,7 @@ class BytePairs:
                 whole=rule.whole,
                 letters=True,
             )
-        numbers = index | others
+        numbers = index | extra_numbers
         for character in ALPHABET.values():
             numbers.setdefault(character.encode(), len(numbers))
         return Tables(
@@ -132,7 +132,11 @@ class BytePairs:
         looked_up = rule.whole and (rule.whole != "lines" or word[0] == "\n")
         id = index.get(spelled.encode()) if looked_up else None
         parts = [] if id is not None else merge([c.encode() for c in spelled], cost)
-        ids = [one for part in parts for one in self._ids(part, rule)] if id is None else [id]
+        ids = (
+            [token_id for part in parts for token_id in self._ids(part, rule)]
+            if id is None
+            else [id]
+        )
         if len(word) <= CACHED_LENGTH and len(self._cache) < CACHED_TEXTS:
             self._cache[word] = ids
         return ids

@@ -45,11 +45,11 @@ class Strings:
     slots: np.ndarray
 
     @classmethod
-    def of(cls, given: Sequence[bytes]) -> "Strings":
-        starts = np.zeros(len(given) + 1, np.int32)
-        np.cumsum([*map(len, given)], out=starts[1:])
-        text = np.frombuffer(b"".join(given), np.uint8)
-        slots = np.full(_capacity(len(given)), NONE, np.int32)
+    def of(cls, strings: Sequence[bytes]) -> "Strings":
+        starts = np.zeros(len(strings) + 1, np.int32)
+        np.cumsum([*map(len, strings)], out=starts[1:])
+        text = np.frombuffer(b"".join(strings), np.uint8)
+        slots = np.full(_capacity(len(strings)), NONE, np.int32)
         tokens().fill_strings(text, starts, slots)
         return cls(text, starts, slots)
 
@@ -82,19 +82,23 @@ def pair_table(
     merges: Iterable[bytes], index: Mapping[bytes, int]
 ) -> tuple[np.ndarray, dict[bytes, int]]:
     """Merges by the numbers of their parts, for kernels.tokens; and numbers of parts that are no tokens."""
-    others: dict[bytes, int] = {}
+    extra_numbers: dict[bytes, int] = {}
 
     def number(part: bytes) -> int:
-        found = index.get(part)
-        return others.setdefault(part, len(index) + len(others)) if found is None else found
+        token_id = index.get(part)
+        return (
+            extra_numbers.setdefault(part, len(index) + len(extra_numbers))
+            if token_id is None
+            else token_id
+        )
 
     parted = [parts_of(merge) for merge in merges]
     lefts = np.array([number(left) for left, _ in parted], np.int32)
     rights = np.array([number(right) for _, right in parted], np.int32)
-    made = np.array([number(left + right) for left, right in parted], np.int32)
+    merged_ids = np.array([number(left + right) for left, right in parted], np.int32)
     pairs = np.full((_capacity(len(lefts)), 2), NONE, np.int64)
-    tokens().fill_pairs(lefts, rights, made, pairs)
-    return pairs, others
+    tokens().fill_pairs(lefts, rights, merged_ids, pairs)
+    return pairs, extra_numbers
 
 
 def parts_of(merge: bytes) -> tuple[bytes, bytes]:
@@ -117,40 +121,44 @@ class Words:
     def __init__(self, patterns: Sequence[str | Threes], classes: Classes) -> None:
         """The patterns are over class characters."""
         alphabet = "".join(map(chr, range(128))) + classes.names
-        over = [given.of if isinstance(given, Threes) else given for given in patterns]
-        found, numbers = automata(over, alphabet)
+        expressions = [
+            pattern.of if isinstance(pattern, Threes) else pattern for pattern in patterns
+        ]
+        tables, numbers = automata(expressions, alphabet)
         self._steps = [
-            _Runs(given, alphabet, numbers) if isinstance(given, Threes) else steps
-            for given, steps in zip(patterns, found, strict=True)
+            _Runs(pattern, alphabet, numbers) if isinstance(pattern, Threes) else steps
+            for pattern, steps in zip(patterns, tables, strict=True)
         ]
         self._numbers = np.full(0x110000, UNKNOWN, np.uint8)
         self._numbers[:128] = numbers[:128]
         self._named = dict(zip(alphabet, numbers.tolist(), strict=True))
         self._classes = classes
 
-    def split(self, raw: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
+    def split(self, raw: np.ndarray, end_offsets: np.ndarray) -> tuple[np.ndarray, int]:
         compiled, symbols, at = splitting(), np.empty(len(raw), np.uint8), 0
         while (at := compiled.classify(raw, at, self._numbers, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])
             self._numbers[code] = self._named[self._classes[code]]
-        count = len(ends)
+        count = len(end_offsets)
         for steps in self._steps:
-            found = np.empty(len(raw), np.int32)
+            new_ends = np.empty(len(raw), np.int32)
             if isinstance(steps, _Runs):
-                count = compiled.threes(symbols, steps.inside, steps.after, ends, count, found)
+                count = compiled.threes(
+                    symbols, steps.inside, steps.after, end_offsets, count, new_ends
+                )
             else:
-                count = compiled.split(symbols, steps, 1, ends, count, found)
-            ends = found
-        return ends, count
+                count = compiled.split(symbols, steps, 1, end_offsets, count, new_ends)
+            end_offsets = new_ends
+        return end_offsets, count
 
 
 class _Runs:
     """What kernels.splitting.threes wants: which classes are in a run, and where it is cut."""
 
     def __init__(self, given: Threes, alphabet: str, numbers: np.ndarray) -> None:
-        among = re.compile(given.of, re.ASCII)
+        char_class = re.compile(given.of, re.ASCII)
         self.inside = np.zeros(256, np.uint8)
-        self.inside[[n for c, n in zip(alphabet, numbers, strict=True) if among.match(c)]] = 1
+        self.inside[[n for c, n in zip(alphabet, numbers, strict=True) if char_class.match(c)]] = 1
         self.after = given.after
 
 
@@ -160,9 +168,9 @@ class Cuts:
     def __init__(self, joins: Iterable[str]) -> None:
         self._joins = join_table(joins)
 
-    def split(self, raw: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
-        found = np.empty(len(raw), np.int32)
-        return found, splitting().cut(raw, self._joins, ends, len(ends), found)
+    def split(self, raw: np.ndarray, end_offsets: np.ndarray) -> tuple[np.ndarray, int]:
+        new_ends = np.empty(len(raw), np.int32)
+        return new_ends, splitting().cut(raw, self._joins, end_offsets, len(end_offsets), new_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +207,20 @@ class Lane:
         """The ids (i32) of all texts, one after the other, and where those of each end; None if it has no ids."""
         t, raw = self._tables, np.frombuffer(b"".join(texts), np.uint8)
         parts = np.cumsum([*map(len, texts)], dtype=np.int64)
-        ends, count = t.splitter.split(raw, parts.astype(np.int32))
-        longest = int(np.diff(ends[:count], prepend=np.int32(0)).max(initial=0)) + 1
-        room = np.empty((4, longest), np.int32), *(np.empty(k * longest, np.int64) for k in (1, 3))
+        end_offsets, count = t.splitter.split(raw, parts.astype(np.int32))
+        longest = int(np.diff(end_offsets[:count], prepend=np.int32(0)).max(initial=0)) + 1
+        workspace = (
+            np.empty((4, longest), np.int32),
+            *(np.empty(k * longest, np.int64) for k in (1, 3)),
+        )
         # a space may be three bytes
         ids = np.empty((3 if len(t.order) else 1) * len(raw), np.int32)
         totals = np.empty(len(parts), np.int64)
         strings = t.strings.text, t.strings.starts, t.strings.slots
-        vocabulary, whole = (strings, t.pairs, t.order, t.singles), LOOKED_UP[t.whole]
+        vocabulary, lookup_mode = (strings, t.pairs, t.order, t.singles), LOOKED_UP[t.whole]
         total = tokens().encode(
-            raw, ends, count, parts, vocabulary, t.tokens, t.unknown, whole, t.letters, self._text, self._kept, room,
+            raw, end_offsets, count, parts, vocabulary, t.tokens, t.unknown, lookup_mode, t.letters,
+            self._text, self._kept, workspace,
             ids, totals,
         )  # fmt: skip
         return None if total == NONE else (ids[:total], totals)

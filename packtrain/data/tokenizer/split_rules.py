@@ -254,6 +254,6 @@ def known_steps() -> dict[tuple[str, ...], dict[bool, str]]:
     names_by_steps: dict[tuple[str, ...], dict[bool, str]] = {}
     for names, rule in ROWS.items():
         if rule.steps is not None:
-            known = names_by_steps.setdefault(rule.steps, {})
-            known.setdefault(bool(rule.whole), names.split()[0])
+            names_by_mode = names_by_steps.setdefault(rule.steps, {})
+            names_by_mode.setdefault(bool(rule.whole), names.split()[0])
     return names_by_steps

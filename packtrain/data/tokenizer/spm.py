@@ -51,8 +51,8 @@ class SentencePieces:
             return self._word(text)
         ids: list[int] = []
         for word in WORD.findall(text):
-            known = self._cache.get(word)
-            ids += self._kept(word, self._word(word)) if known is None else known
+            cached_ids = self._cache.get(word)
+            ids += self._kept(word, self._word(word)) if cached_ids is None else cached_ids
         return ids
 
     def raw(self, text: str) -> bytes:
@@ -112,8 +112,8 @@ class SentencePieces:
         cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in joins]
         for start, end in pairwise([0, *cuts, len(word)]):
             piece = word[start:end]
-            known = self._cache.get(piece)
-            ids += self._kept(piece, self._merged(piece)) if known is None else known
+            cached_ids = self._cache.get(piece)
+            ids += self._kept(piece, self._merged(piece)) if cached_ids is None else cached_ids
         return ids
 
     def _kept(self, text: str, ids: list[int]) -> list[int]:

@@ -86,9 +86,9 @@ class TokenTable:
         self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # spelled so in the files
         self.eot = self._id(metadata, "eot", None)
         self.ends = self._find_ends(metadata)
-        found = np.isin(self.kinds, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
-        found.sort(key=lambda id: -len(self.tokens[id]))
-        self.specials = [(self.tokens[id].decode(errors="replace"), id) for id in found]
+        special_ids = np.isin(self.kinds, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
+        special_ids.sort(key=lambda id: -len(self.tokens[id]))
+        self.specials = [(self.tokens[id].decode(errors="replace"), id) for id in special_ids]
         self.swallow = self._swallowing(metadata)
         self.swallow_before = self._swallowing_before(metadata)
 
@@ -99,15 +99,15 @@ class TokenTable:
     @cached_property
     def _inside(self) -> set[str]:
         """Adjacent characters within user-defined tokens."""
-        given = (text for text, id in self.specials if self.kinds[id] == USER_DEFINED)
-        return {a + b for text in given for a, b in pairwise(text)}
+        user_defined = (text for text, id in self.specials if self.kinds[id] == USER_DEFINED)
+        return {a + b for text in user_defined for a, b in pairwise(text)}
 
     def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
         id, count = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
-        whole = isinstance(id, int) and not isinstance(id, bool)
-        if whole and id == NO_ID:
+        is_integer = isinstance(id, int) and not isinstance(id, bool)
+        if is_integer and id == NO_ID:
             return default if default is None or default < count else None
-        if not whole or not 0 <= id < count:
+        if not is_integer or not 0 <= id < count:
             raise TokenizerError(
                 f"{KEYS}{name}_token_id is {id!r}; the vocabulary has ids 0 to {count - 1}"
             )
@@ -115,43 +115,43 @@ class TokenTable:
 
     def _find_ends(self, metadata: Mapping[str, Any]) -> frozenset[int]:
         """Ids that end generation; they, and fill-in-the-middle tokens, become control tokens."""
-        ends = self._named(END_TEXTS)
-        for end in ends:
+        named_ends = self._named(END_TEXTS)
+        for end in named_ends:
             self.kinds[end] = CONTROL
         if self.eot is None:
             self.eot = next(iter(self._named(EOT_TEXTS)), None)
-        given = [self.eos, self.eot, self._id(metadata, "eom", None)]
-        for name, wanted in FILL_TEXTS.items():
+        declared_ids = [self.eos, self.eot, self._id(metadata, "eom", None)]
+        for name, fill_texts in FILL_TEXTS.items():
             id = self._id(metadata, FORMER_NAMES.get(name, name), self._id(metadata, name, None))
-            if id is None and (named := self._named(wanted)):
+            if id is None and (named := self._named(fill_texts)):
                 id = named[0]
                 self.kinds[id] = CONTROL
             if name in FILL_ENDS:
-                given.append(id)
-        found = frozenset(ends).union(id for id in given if id is not None)
+                declared_ids.append(id)
+        eos_ids = frozenset(named_ends).union(id for id in declared_ids if id is not None)
         for id in self._named(CHANNEL_TEXTS):
             self.kinds[id] = USER_DEFINED
-        return self._without_other_meanings(found)
+        return self._without_other_meanings(eos_ids)
 
-    def _without_other_meanings(self, ends: frozenset[int]) -> frozenset[int]:
+    def _without_other_meanings(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Without <|end|> where it ends a part of a turn, and </s> where it is text."""
-        texts = {self.tokens[id] for id in ends}
+        texts = {self.tokens[id] for id in eos_ids}
         calls = bool(texts & {b"<|call|>", b"<|calls|>"})
         if calls and texts & {b"<|return|>", b"<|flush|>"}:
-            ends = self._no_end(ends, b"<|end|>", USER_DEFINED)
+            eos_ids = self._no_end(eos_ids, b"<|end|>", USER_DEFINED)
         if texts & {b"<|tool_response>", b"<|plamo:eos|>"}:
-            ends = self._no_end(ends, b"</s>", NORMAL)
-        return ends
+            eos_ids = self._no_end(eos_ids, b"</s>", NORMAL)
+        return eos_ids
 
-    def _no_end(self, ends: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
+    def _no_end(self, eos_ids: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
         id = self.index.get(text)
-        if id in ends:
+        if id in eos_ids:
             self.kinds[id] = kind
-        return ends - {id}
+        return eos_ids - {id}
 
-    def _named(self, wanted: str) -> list[int]:
-        found = (self.index.get(text.encode()) for text in wanted.split())
-        return [id for id in found if id is not None]
+    def _named(self, names: str) -> list[int]:
+        matching_ids = (self.index.get(text.encode()) for text in names.split())
+        return [id for id in matching_ids if id is not None]
 
     def _swallowing(self, metadata: Mapping[str, Any]) -> frozenset[int]:
         """Phi-3's special tokens, recognized by the model's name."""
@@ -182,13 +182,13 @@ def wanted(metadata: Mapping[str, Any], name: str) -> Any:
 
 def texts(metadata: Mapping[str, Any], name: str) -> list[bytes]:
     """An array of strings."""
-    found = wanted(metadata, name)
-    if isinstance(found, str | bytes) or not isinstance(found, Sequence):
+    strings = wanted(metadata, name)
+    if isinstance(strings, str | bytes) or not isinstance(strings, Sequence):
         raise TokenizerError(f"{KEYS}{name} is no array of strings")
-    found = list(found)
-    if not all(isinstance(text, bytes) for text in found):
+    strings = list(strings)
+    if not all(isinstance(text, bytes) for text in strings):
         raise TokenizerError(f"{KEYS}{name} is no array of strings")
-    return found
+    return strings
 
 
 def numbers(metadata: Mapping[str, Any], name: str, count: int) -> np.ndarray:

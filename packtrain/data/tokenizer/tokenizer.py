@@ -100,10 +100,12 @@ class Tokenizer:
         self.ends = table.ends
         self.swallow, self.swallow_before = table.swallow, table.swallow_before
         self.add_bos = flag(metadata, "add_bos_token", self._encoding.bos) or self._encoding.always
-        own = self._encoding
-        self.add_eos = flag(metadata, "add_eos_token", own.eos) or (own.eos and own.always)
-        self.last = table.sep if own.separated else table.eos
-        self.add_space_prefix, self.leads = own.space, own.leads
+        encoding = self._encoding
+        self.add_eos = flag(metadata, "add_eos_token", encoding.eos) or (
+            encoding.eos and encoding.always
+        )
+        self.last = table.sep if encoding.separated else table.eos
+        self.add_space_prefix, self.leads = encoding.space, encoding.leads
         self._added(None, None)
         self._few = few
         self._lane: Lane | None = None
@@ -134,14 +136,14 @@ class Tokenizer:
     def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[Parts, bool]]:
         """Of texts that come as (piece, whether the text ends with it), parts whose ids depend on nothing else."""
         rest, prefix = "", self.add_space_prefix
-        for piece, ends in pieces:
+        for piece, is_last in pieces:
             before, rest = len(rest), rest + _sound(piece)
-            border = len(rest) if ends else self._border(rest, before)
-            if border or ends:
+            border = len(rest) if is_last else self._border(rest, before)
+            if border or is_last:
                 parts, prefix = self._parts(rest[:border], False, prefix)
                 rest = rest[border:]
-                yield parts, ends
-            prefix = self.add_space_prefix if ends else prefix
+                yield parts, is_last
+            prefix = self.add_space_prefix if is_last else prefix
 
     @property
     def compiles(self) -> bool:
@@ -157,9 +159,11 @@ class Tokenizer:
     def arrays(self, batch: Sequence[Parts], lane: Lane | None) -> list[np.ndarray]:
         """The ids (i32) of each list of parts; may be called on several threads, with a lane each."""
         texts = [part for parts in batch for part in parts if isinstance(part, str)]
-        found = iter(self._encoded(texts, lane))
-        made = ([[p] if isinstance(p, int) else next(found) for p in parts] for parts in batch)
-        return [np.concatenate([EMPTY, *parts], dtype=np.int32) for parts in made]
+        encoded_texts = iter(self._encoded(texts, lane))
+        id_parts = (
+            [[p] if isinstance(p, int) else next(encoded_texts) for p in parts] for parts in batch
+        )
+        return [np.concatenate([EMPTY, *parts], dtype=np.int32) for parts in id_parts]
 
     def _border(self, text: str, since: int) -> int:
         """The last place from `since` on where the text can be cut without changing ids, or 0."""
@@ -181,9 +185,11 @@ class Tokenizer:
             self._lane = self.lane()
         ids: list[int] = []
         for batch in self._batches(parts):
-            found = iter(self._encoded([p for p in batch if isinstance(p, str)], self._lane))
+            encoded_texts = iter(
+                self._encoded([p for p in batch if isinstance(p, str)], self._lane)
+            )
             for part in batch:
-                ids += [part] if isinstance(part, int) else _listed(next(found))
+                ids += [part] if isinstance(part, int) else _listed(next(encoded_texts))
         return ids
 
     def _batches(self, parts: Parts) -> Iterator[Parts]:
@@ -202,19 +208,21 @@ class Tokenizer:
 
     def _encoded(self, texts: list[str], lane: Lane | None) -> Iterator[list[int] | np.ndarray]:
         """Ids of each text, by compiled code if there is a lane."""
-        found = lane.encode([self._encoding.raw(text) for text in texts]) if lane else None
-        if found is None:
+        ids_and_ends = lane.encode([self._encoding.raw(text) for text in texts]) if lane else None
+        if ids_and_ends is None:
             return map(self._encoding.encode, texts)  # or it says why there are none
-        return (found[0][start:end] for start, end in pairwise([0, *found[1].tolist()]))
+        return (
+            ids_and_ends[0][start:end] for start, end in pairwise([0, *ids_and_ends[1].tolist()])
+        )
 
     def _added(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
         """The BOS and EOS ids to add around the ids of a text; None: as the file says."""
         bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
-        for asked, id, name in (
+        for is_requested, id, name in (
             (bos, self.bos, "bos"),
             (eos, self.last, "seperator" if self._encoding.separated else "eos"),
         ):
-            if asked and id is None:
+            if is_requested and id is None:
                 raise TokenizerError(
                     f"{name} is to be added, but the vocabulary of {self.vocab_size} tokens has no {name} token;"
                     f" {KEYS}{name}_token_id must name one"
@@ -226,20 +234,20 @@ class Tokenizer:
 
     def _specials_in(self, text: str, special: bool) -> list[tuple[str, int]]:
         """The special tokens that may occur in a text, the longest first."""
-        given = self._table.specials if special else self._always
-        if self._few > 0 or not given:
-            return given
+        candidates = self._table.specials if special else self._always
+        if self._few > 0 or not candidates:
+            return candidates
         if special not in self._names:
-            self._names[special] = Names([token for token, _ in given])
-        return [given[i] for i in self._names[special].within(text)]
+            self._names[special] = Names([token for token, _ in candidates])
+        return [candidates[i] for i in self._names[special].within(text)]
 
     def _split(self, text: str, specials: list[tuple[str, int]]) -> list[str | int]:
         """Split into text and special tokens; longer tokens are matched first."""
         parts: list[str | int] = [text] if text else []
         for token, id in specials:
             if token in text:
-                now, parts = parts, []
-                for part in now:
+                previous, parts = parts, []
+                for part in previous:
                     parts += [part] if isinstance(part, int) else self._cut(part, token, id)
         return parts
 
@@ -247,11 +255,11 @@ class Tokenizer:
         """Split a piece of text at one special token."""
         at = 0
         parts: list[str | int] = []
-        while (found := part.find(token, at)) >= 0:
-            text = part[at:found]
+        while (match_start := part.find(token, at)) >= 0:
+            text = part[at:match_start]
             text = text.rstrip(WHITESPACE) if id in self._table.swallow_before else text
             parts += [text, id] if text else [id]
-            at = found + len(token)
+            at = match_start + len(token)
             while id in self._table.swallow and at < len(part) and part[at] in WHITESPACE:
                 at += 1
         return [*parts, part[at:]] if at < len(part) else parts
@@ -282,8 +290,8 @@ class Tokenizer:
 
 def _cleaned(text: str) -> str:
     """Without spaces before punctuation, around single apostrophes, and before some contractions."""
-    for pattern, put in CLEANED:
-        text = pattern.sub(put, text)
+    for pattern, replacement in CLEANED:
+        text = pattern.sub(replacement, text)
     return text
 
 

@@ -45,8 +45,8 @@ class Unigrams:
         self._unknown_score = float(lowest - PENALTY)
         self._scores = np.where(kinds == USER_DEFINED, 0, scores).tolist()
         self._found: list[int] = np.isin(kinds, MATCHED).nonzero()[0].tolist()
-        mine = (kinds == USER_DEFINED).nonzero()[0].tolist()
-        self._mine = _beginnings(self.table.tokens[id] for id in mine)
+        user_defined = (kinds == USER_DEFINED).nonzero()[0].tolist()
+        self._mine = _beginnings(self.table.tokens[id] for id in user_defined)
         self._replacements = Replacements(metadata)
 
     @cached_property
@@ -61,28 +61,36 @@ class Unigrams:
         """The best tokens (Viterbi); unknown characters side by side are one unknown token."""
         raw = self._normalized(text.encode())
         size = len(raw)
-        best, came, token = [-np.inf] * (size + 1), [0] * (size + 1), [self._unknown] * (size + 1)
+        best, predecessors, token = (
+            [-np.inf] * (size + 1),
+            [0] * (size + 1),
+            [self._unknown] * (size + 1),
+        )
         best[0], start = 0.0, 0
         while start < size:
-            width, sum, alone = _width(raw[start]), best[start], False
+            width, sum, has_char_token = _width(raw[start]), best[start], False
             for end in range(start + 1, size + 1):
                 part = raw[start:end]
                 if part not in self._begun:
                     break
                 id = self._ids.get(part)
                 if id is not None:
-                    alone |= end - start == width
+                    has_char_token |= end - start == width
                     if sum + self._scores[id] > best[end]:
-                        best[end], came[end], token[end] = sum + self._scores[id], start, id
+                        best[end], predecessors[end], token[end] = sum + self._scores[id], start, id
             end = min(start + width, size)
-            if not alone and sum + self._unknown_score > best[end]:
-                best[end], came[end], token[end] = sum + self._unknown_score, start, self._unknown
+            if not has_char_token and sum + self._unknown_score > best[end]:
+                best[end], predecessors[end], token[end] = (
+                    sum + self._unknown_score,
+                    start,
+                    self._unknown,
+                )
             start = end
         ids: list[int] = []
         while size > 0:
             if not (ids and ids[-1] == token[size] == self._unknown):
                 ids.append(token[size])
-            size = came[size]
+            size = predecessors[size]
         return ids[::-1]
 
     def raw(self, text: str) -> bytes:
@@ -100,14 +108,14 @@ class Unigrams:
 
     def _normalized(self, raw: bytes) -> bytes:
         """With replacements, U+2581 for spaces, and one before the text or before each word if so asked."""
-        out, begun, inside = bytearray(), False, False
+        out, has_output, inside = bytearray(), False, False
         for part in self._parts(raw):
             for at in range(len(part)):
                 byte = part[at : at + 1]
                 if byte != b" ":
-                    if not inside and (self._joins_spaces or (self.leads and not begun)):
+                    if not inside and (self._joins_spaces or (self.leads and not has_output)):
                         out += SPACE
-                        begun = True
+                        has_output = True
                     inside = True
                     out += byte
                 else:
@@ -122,9 +130,9 @@ class Unigrams:
             count = _longest(raw, at, self._mine)
             if count:
                 yield raw[at : at + count]
-            elif found := self._replacements.longest(raw, at):
-                count, put = found
-                yield put
+            elif replacement := self._replacements.longest(raw, at):
+                count, replaced_bytes = replacement
+                yield replaced_bytes
             else:
                 count = _width(raw[at])
                 yield raw[at : at + count]
@@ -139,10 +147,10 @@ class Replacements:
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        given = np.asarray(metadata.get(f"{KEYS}precompiled_charsmap", ()))
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        charsmap = np.asarray(metadata.get(f"{KEYS}precompiled_charsmap", ()))
+        if charsmap.ndim != 1 or (charsmap.size and charsmap.dtype.kind not in "iu"):
             raise TokenizerError(f"{KEYS}precompiled_charsmap is no array of bytes")
-        raw = given.astype(np.uint8).tobytes()
+        raw = charsmap.astype(np.uint8).tobytes()
         count = int.from_bytes(raw[:4], "little")
         if raw and not 4 + count < len(raw):
             raise TokenizerError(
@@ -153,7 +161,7 @@ class Replacements:
 
     def longest(self, raw: bytes, at: int) -> tuple[int, bytes] | None:
         """How many bytes are replaced here, and by what."""
-        found = None
+        longest_match = None
         node = self._base(0) if self._nodes else 0
         for n in range(at, len(raw) if self._nodes else at):
             node ^= raw[n]
@@ -162,13 +170,13 @@ class Replacements:
             leaf = self._node(node) & LEAF
             node ^= self._base(node)
             if leaf:
-                found = n + 1 - at, self._node(node) & VALUE
-        if found is None:
+                longest_match = n + 1 - at, self._node(node) & VALUE
+        if longest_match is None:
             return None
-        end = self._texts.find(b"\0", found[1])
+        end = self._texts.find(b"\0", longest_match[1])
         if end < 0:
             raise TokenizerError(f"{KEYS}precompiled_charsmap has no end of a replacement")
-        return found[0], self._texts[found[1] : end]
+        return longest_match[0], self._texts[longest_match[1] : end]
 
     def _node(self, at: int) -> int:
         if at >= len(self._nodes):
@@ -189,9 +197,9 @@ def _beginnings(tokens: Iterable[bytes]) -> set[bytes]:
     return {token[:n] for token in tokens for n in range(1, len(token) + 1)}
 
 
-def _longest(raw: bytes, at: int, known: set[bytes]) -> int:
+def _longest(raw: bytes, at: int, prefixes: set[bytes]) -> int:
     """How many bytes from here on are the beginning of something known, as in llama.cpp, whether or not it ends."""
     count = 0
-    while at + count < len(raw) and raw[at : at + count + 1] in known:
+    while at + count < len(raw) and raw[at : at + count + 1] in prefixes:
         count += 1
     return count

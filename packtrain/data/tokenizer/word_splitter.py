@@ -50,9 +50,9 @@ NEWER: dict[str, Ranges] = {
 
 def category(code: int) -> str:
     """The first letter of a character's category in Unicode 15.1; "" if it is not assigned."""
-    known = unicodedata.category(chr(code))
-    if known != "Cn":
-        return known[0]
+    unicode_category = unicodedata.category(chr(code))
+    if unicode_category != "Cn":
+        return unicode_category[0]
     return next((name for name, ranges in NEWER.items() if within(code, ranges)), "")
 
 
@@ -91,20 +91,20 @@ class Classes(dict[int, str]):
 
     def note(self, pattern: str) -> None:
         """Make sets of the characters that a pattern names."""
-        for found in IN_PATTERN.findall(pattern):
-            ranges = _literals(found)
+        for matched_set in IN_PATTERN.findall(pattern):
+            ranges = _literals(matched_set)
             if ranges and ranges not in self.sets:
                 self.sets.append(ranges)
 
     def written(self, pattern: str) -> str:
         """The pattern over class characters, after all patterns have been noted."""
         pattern = pattern.replace(SHORTENED, "(?:'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL]))")
-        pattern = IN_PATTERN.sub(lambda found: self._set(found[0]), pattern)
+        pattern = IN_PATTERN.sub(lambda match: self._set(match[0]), pattern)
         return pattern.removesuffix("$") + r"(?![\s\S])" * pattern.endswith("$")
 
     def _set(self, text: str) -> str:
         ranges = _literals(text)
-        named = CATEGORY.sub(lambda found: PLAIN[found[1]] + self._of(found[1]), text)
+        named = CATEGORY.sub(lambda match: PLAIN[match[1]] + self._of(match[1]), text)
         if ranges:
             bit = 1 << self.sets.index(ranges)
             inside = (n for n, _ in enumerate(self.names) if n // COUNT & bit)
@@ -113,8 +113,8 @@ class Classes(dict[int, str]):
         return named if text.startswith("[") else f"[{named}]"
 
     def _of(self, name: str) -> str:
-        wanted = CATEGORIES[name[0]]
-        return "".join(c for n, c in enumerate(self.names) if n % COUNT == wanted)
+        category_number = CATEGORIES[name[0]]
+        return "".join(c for n, c in enumerate(self.names) if n % COUNT == category_number)
 
 
 def _literals(text: str) -> Ranges:
@@ -130,9 +130,9 @@ class Splitter:
 
     def __init__(self, rule: Rule) -> None:
         self.classes = Classes()
-        for given in rule.patterns:
-            self.classes.note(given.of if isinstance(given, Threes) else given)
-        self.patterns = [self._written(given) for given in rule.patterns]
+        for entry in rule.patterns:
+            self.classes.note(entry.of if isinstance(entry, Threes) else entry)
+        self.patterns = [self._written(entry) for entry in rule.patterns]
         self._steps = [_step(pattern) for pattern in self.patterns]
 
     def split(self, text: str) -> list[str]:
@@ -147,10 +147,10 @@ class Splitter:
             at += len(part)
         return words
 
-    def _written(self, given: str | Threes) -> str | Threes:
-        if isinstance(given, Threes):
-            return Threes(self.classes.written(given.of), given.after)
-        return self.classes.written(given)
+    def _written(self, pattern: str | Threes) -> str | Threes:
+        if isinstance(pattern, Threes):
+            return Threes(self.classes.written(pattern.of), pattern.after)
+        return self.classes.written(pattern)
 
 
 def _step(pattern: str | Threes) -> Callable[[str], list[str]]:

@@ -51,8 +51,8 @@ class WordPieces:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
         for word in "".join(map(self._normal, text)).split(" "):
-            known = self._cache.get(word)
-            ids += self._word(word) if known is None else known
+            cached_ids = self._cache.get(word)
+            ids += self._word(word) if cached_ids is None else cached_ids
         return ids
 
     def raw(self, text: str) -> bytes:
@@ -79,9 +79,9 @@ class WordPieces:
         kind = category(code)
         if code in (0, REPLACEMENT) or kind == "C" or (self._strip and kind == "M"):
             return ""
-        put = lowered(character) if self._lower else character
-        alone = kind == "P" or (kind == "S" and code < 127) or within(code, IDEOGRAPHS)
-        return f" {put} " if alone else put
+        normalized = lowered(character) if self._lower else character
+        is_separate = kind == "P" or (kind == "S" and code < 127) or within(code, IDEOGRAPHS)
+        return f" {normalized} " if is_separate else normalized
 
     def _word(self, word: str) -> list[int]:
         """The longest tokens from the left; the unknown token if that leaves a rest."""
@@ -91,8 +91,8 @@ class WordPieces:
         ids: list[int] = []
         start = 0
         while start < len(raw):
-            ends = range(min(len(raw), start + self._longest), start, -1)
-            end = next((end for end in ends if raw[start:end] in index), None)
+            end_offsets = range(min(len(raw), start + self._longest), start, -1)
+            end = next((end for end in end_offsets if raw[start:end] in index), None)
             if end is None:
                 ids = [self._unknown()]
                 break

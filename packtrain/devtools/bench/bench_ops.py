@@ -77,11 +77,11 @@ def product_of(step: Step) -> Product | None:
         return None
     x, w = step.reads[:2]
     m = x.spec.size // x.shape[-1]
-    turned = w.dtype == f32 and w.strides[-1] != w.dtype.numpy.itemsize
+    is_transposed = w.dtype == f32 and w.strides[-1] != w.dtype.numpy.itemsize
     n, k = w.shape[-2:]
     if step.op.name == "matmul_back":
         return Product(BACK, m, n, k)
-    return Product(BACK, m, k, n) if turned else Product(FORWARD, m, n, k)
+    return Product(BACK, m, k, n) if is_transposed else Product(FORWARD, m, n, k)
 
 
 def kind_of(step: Step) -> Kind:
@@ -113,21 +113,21 @@ class Timer:
         run.calls = [partial(self._timed, i, call) for i, call in enumerate(run.calls)]
 
     def _timed(self, i: int, call: Callable[[], None]) -> None:
-        began = self.clock()
+        start_time = self.clock()
         call()
-        self.seconds[i].append(self.clock() - began)
+        self.seconds[i].append(self.clock() - start_time)
 
     def spent(self, rates: Rates) -> dict[Kind, Spent]:
         """By kind; seconds of a call are its median over the steps."""
-        found: dict[Kind, Spent] = {}
+        by_kind: dict[Kind, Spent] = {}
         steps = self.run.placed.steps
         read = {t for step in steps for t in step.reads}
         for step, times in zip(steps, self.seconds, strict=True):
-            one = found.setdefault(kind_of(step), Spent())
-            one.calls += 1
-            one.seconds += statistics.median(times)
-            one.floor += floor(step, rates, read)
-        return found
+            kind_total = by_kind.setdefault(kind_of(step), Spent())
+            kind_total.calls += 1
+            kind_total.seconds += statistics.median(times)
+            kind_total.floor += floor(step, rates, read)
+        return by_kind
 
 
 def measured(
@@ -137,21 +137,23 @@ def measured(
     training.step()  # loads kernels and pages
     timer, times = Timer(training.run, clock), list[float]()
     for _ in range(rounds):
-        began = clock()
+        start_time = clock()
         training.step()
-        times.append(clock() - began)
-    whole = statistics.median(times)
-    return table(training, timer.spent(rates), whole), whole
+        times.append(clock() - start_time)
+    step_seconds = statistics.median(times)
+    return table(training, timer.spent(rates), step_seconds), step_seconds
 
 
-def table(training: Training, spent: dict[Kind, Spent], whole: float) -> Table:
-    total = math.fsum(one.seconds for one in spent.values())
-    least = math.fsum(one.floor for one in spent.values())
+def table(training: Training, spent: dict[Kind, Spent], step_seconds: float) -> Table:
+    total = math.fsum(kind_total.seconds for kind_total in spent.values())
+    floor_seconds = math.fsum(kind_total.floor for kind_total in spent.values())
     kinds = sorted(spent, key=lambda kind: -spent[kind].lost)
     rows = [row(kind, spent[kind], total) for kind in kinds]
-    rows.append(row(Kind("all"), Spent(sum(s.calls for s in spent.values()), total, least), total))
+    rows.append(
+        row(Kind("all"), Spent(sum(s.calls for s in spent.values()), total, floor_seconds), total)
+    )
     note = (
-        f"A step takes {whole * 1e3:.1f} ms, {training.tokens / whole:,.0f} tokens a second;"
+        f"A step takes {step_seconds * 1e3:.1f} ms, {training.tokens / step_seconds:,.0f} tokens a second;"
         f" its calls {total * 1e3:.1f} ms. The floor of a call is the larger of two: its"
         " arithmetic at the rate of multiply-adds in registers, and its bytes at the rate of"
         " copying. Sorted by what is lost above it."

@@ -67,8 +67,8 @@ def measured(clock: Clock = CLOCK, rounds: int = ROUNDS) -> Rates:
 
     def copied(size: int) -> float:
         x, y = np.ones(size, np.float32), np.zeros(size, np.float32)
-        ways = (lambda: peak.copied(y, x, threads)), (lambda: np.copyto(y, x))
-        return (x.nbytes + y.nbytes) / min(map(fastest, ways))
+        copy_functions = (lambda: peak.copied(y, x, threads)), (lambda: np.copyto(y, x))
+        return (x.nbytes + y.nbytes) / min(map(fastest, copy_functions))
 
     m, n, k = PRODUCT
     a, b, y = (np.ones(shape, np.float32) for shape in ((m, k), (n, k), (m, n)))
@@ -103,13 +103,13 @@ def features() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    found = {"packtrain": __version__, "python": platform.python_version()}
+    package_versions = {"packtrain": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            package_versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return package_versions
 
 
 def about() -> dict[str, Any]:
@@ -128,10 +128,10 @@ def about() -> dict[str, Any]:
 def sentence(about: dict[str, Any]) -> str:
     """The same in words."""
     forced = f", compiled for {about['forced']}" if about["forced"] else ""
-    known = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    version_text = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return (
         f"{about['cpu']} ({', '.join(about['features']) or 'no vector features'}{forced}), "
-        f"{about['threads']} threads on {about['cores']} cores; {known}"
+        f"{about['threads']} threads on {about['cores']} cores; {version_text}"
     )
 
 

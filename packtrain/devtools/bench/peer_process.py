@@ -61,9 +61,9 @@ class Peer:
             raise
         return self
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         time.sleep(PAUSE)
-        return self._ask(given)
+        return self._ask(args)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -111,8 +111,8 @@ def main() -> None:
         answer: tuple[bool, Any]
         try:
             if work is None:
-                module, function, given = request
-                work = getattr(importlib.import_module(module), function)(*given)
+                module, function, args = request
+                work = getattr(importlib.import_module(module), function)(*args)
                 answer = True, None
             else:
                 answer = True, work(*request)

@@ -64,8 +64,10 @@ class Timed:
 
 
 def products(shapes: Shapes, forms: Sequence[str] = FORMS) -> list[Timed]:
-    every = ((model, shape) for model, some in shapes.items() for shape in some)
-    return [Timed(model, Product(form, *shape)) for model, shape in every for form in forms]
+    all_shapes = (
+        (model, shape) for model, model_shapes in shapes.items() for shape in model_shapes
+    )
+    return [Timed(model, Product(form, *shape)) for model, shape in all_shapes for form in forms]
 
 
 def graph_of(product: Product, dtype: Dtype = f32) -> tuple[Tensor, dict[str, tuple[int, int]]]:
@@ -76,8 +78,8 @@ def graph_of(product: Product, dtype: Dtype = f32) -> tuple[Tensor, dict[str, tu
         return ops.matmul(x, w), {"x": (m, k)}
     if product.form == WEIGHT:
         return ops.out_prod(dy, x), {"dy": (m, n), "x": (m, k)}
-    made = ops.matmul(dy, ops.transpose(w)) if dtype == f32 else ops.matmul_back(dy, w)
-    return made, {"dy": (m, n)}
+    product_tensor = ops.matmul(dy, ops.transpose(w)) if dtype == f32 else ops.matmul_back(dy, w)
+    return product_tensor, {"dy": (m, n)}
 
 
 def ours(product: Product, w: np.ndarray | None = None) -> Callable[[], None]:
@@ -86,40 +88,42 @@ def ours(product: Product, w: np.ndarray | None = None) -> Callable[[], None]:
     if w is None:
         w = random.standard_normal((product.n, product.k), np.float32)
     dtype = f32 if w.dtype == np.float32 else next(t for t in DTYPES.values() if t.numpy == w.dtype)
-    made, shapes = graph_of(product, dtype)
+    product_tensor, shapes = graph_of(product, dtype)
     session = Session()
     session.share({"w": w})
-    run = session.executor(place(Graph({"made": made})))
+    run = session.executor(place(Graph({"made": product_tensor})))
     run({name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()})
     return run.calls[-1]
 
 
 def beside_torch(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> list[Timed]:
     """Every product in every form, beside PyTorch's where that is installed."""
-    found = products(shapes)
+    timed_products = products(shapes)
     with Peer(TORCH, "products", kernels.threads()) if has_torch() else nullcontext() as peer:
-        for i, one in enumerate(found):
-            count(i + 1, len(found))
-            work = ours(one.product)
+        for i, timed in enumerate(timed_products):
+            count(i + 1, len(timed_products))
+            work = ours(timed.product)
             for _ in range(rounds):
-                one.ours.append(burst(work, clock))
+                timed.ours.append(burst(work, clock))
                 if peer is not None:
-                    one.theirs.append(peer(one.product))
-    return found
+                    timed.theirs.append(peer(timed.product))
+    return timed_products
 
 
 TORCH = "benchmarks.torch_peer"  # of the repository; it is not installed
 has_torch = partial(kernels.has_torch, TORCH)
 
 
-def table(found: Sequence[Timed]) -> Table:
-    beside = any(one.theirs for one in found)
+def table(timed_products: Sequence[Timed]) -> Table:
+    has_peer = any(timed.theirs for timed in timed_products)
     rows = list[list[Value]]()
-    for one in found:
-        rows.append([one.model, one.product.shape, one.product.form, one.rate(one.ours)])
-        rows[-1] += [one.rate(one.theirs), one.ratio] if beside else []
-    notes = [summary([one.ratio for one in found], "PyTorch's")] if beside else [WITHOUT]
-    columns = COLUMNS | (BESIDE if beside else {})
+    for timed in timed_products:
+        rows.append([timed.model, timed.product.shape, timed.product.form, timed.rate(timed.ours)])
+        rows[-1] += [timed.rate(timed.theirs), timed.ratio] if has_peer else []
+    notes = (
+        [summary([timed.ratio for timed in timed_products], "PyTorch's")] if has_peer else [WITHOUT]
+    )
+    columns = COLUMNS | (BESIDE if has_peer else {})
     return Table("products", "Products in f32", columns, rows, notes)
 
 
@@ -135,21 +139,21 @@ def summary(ratios: Sequence[float], whose: str) -> str:
 
 def packed(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> Table:
     """Ours with packed weights beside ours in f32 with the same values: forward and back."""
-    cases = [(one, name) for name in TYPES for one in products(shapes, (FORWARD, BACK))]
+    cases = [(timed, name) for name in TYPES for timed in products(shapes, (FORWARD, BACK))]
     rows = list[list[Value]]()
-    for i, (one, name) in enumerate(cases):
+    for i, (timed, name) in enumerate(cases):
         count(i + 1, len(cases))
         values = np.random.default_rng(0).standard_normal(
-            (one.product.n, one.product.k), np.float32
+            (timed.product.n, timed.product.k), np.float32
         )
         w = quantize(values, DTYPES[name])
-        works = ours(one.product, w), ours(one.product, dequantize(w))
+        works = ours(timed.product, w), ours(timed.product, dequantize(w))
         for _ in range(rounds):
-            one.ours.append(burst(works[0], clock))
-            one.theirs.append(burst(works[1], clock))
-        rates = one.rate(one.ours), one.rate(one.theirs), one.ratio
-        rows.append([name, one.model, one.product.shape, one.product.form, *rates])
-    ratios = [one.ratio for one, _ in cases]
+            timed.ours.append(burst(works[0], clock))
+            timed.theirs.append(burst(works[1], clock))
+        rates = timed.rate(timed.ours), timed.rate(timed.theirs), timed.ratio
+        rows.append([name, timed.model, timed.product.shape, timed.product.form, *rates])
+    ratios = [timed.ratio for timed, _ in cases]
     columns = {"type": "", **COLUMNS, "f32 GFLOP/s": ".1f", "× f32": ".2f"}
     title = "Products with packed weights"
     return Table("packed", title, columns, rows, [summary(ratios, "our f32 with the same values")])
@@ -157,8 +161,8 @@ def packed(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) ->
 
 def tables(short: bool, rounds: int, counting: Counting) -> Iterator[Table]:
     with counting("products", "product") as count:
-        found = beside_torch(SHORT if short else SHAPES, rounds, count)
-    yield table(found)
+        timed_products = beside_torch(SHORT if short else SHAPES, rounds, count)
+    yield table(timed_products)
     with counting("packed weights", "product") as count:
         beside_f32 = packed(SHORT_PACKED if short else PACKED, rounds, count)
     yield beside_f32

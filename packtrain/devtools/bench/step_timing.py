@@ -33,10 +33,10 @@ class Trained(Side):
 
     def peer(self, preset: str) -> Peer:
         if self.program == OURS:
-            given = kernels.threads(), preset, self.precision, self.memory
-            return Peer("packtrain.devtools.bench.training", "peer", *given)
-        how = self.program == COMPILED, self.precision == BF16
-        return Peer(TORCH, "steps", kernels.threads(), preset, *how)
+            args = kernels.threads(), preset, self.precision, self.memory
+            return Peer("packtrain.devtools.bench.training", "peer", *args)
+        options = self.program == COMPILED, self.precision == BF16
+        return Peer(TORCH, "steps", kernels.threads(), preset, *options)
 
 
 def compared() -> Iterator[tuple[str, str]]:
@@ -117,8 +117,8 @@ def rows_of(sides: Sequence[Side], tokens: int) -> Iterator[list[Value]]:
 
 def verdict(sides: Sequence[Side]) -> str:
     """Against the better of eager and compiled."""
-    ours, *others = sides
-    best = min(others, key=lambda side: statistics.median(side.seconds))
+    ours, *peers = sides
+    best = min(peers, key=lambda side: statistics.median(side.seconds))
     return (
         f"packtrain in {ours.precision} is {paired(ours.seconds, best.seconds):.2f} × as fast as the better of"
         f" PyTorch's in {best.precision} ({best.program.split()[1]}), with {ours.nbytes / best.nbytes:.2f} of its"

@@ -18,9 +18,9 @@ PAUSE = 0.02  # seconds before a turn, in which the other side's threads stop wa
 
 def took(work: Callable[[], object], clock: Clock = CLOCK) -> float:
     """Seconds of one call."""
-    began = clock()
+    start_time = clock()
     work()
-    return clock() - began
+    return clock() - start_time
 
 
 def burst(work: Callable[[], object], clock: Clock = CLOCK) -> float:
@@ -102,9 +102,9 @@ def stepping(step: Callable[[], float]) -> Callable[..., Stepped]:
     def turn(watched: bool = False) -> Stepped:
         time.sleep(PAUSE)
         with Quiet() as quiet, Peak() if watched else nullcontext() as peak:
-            began = CLOCK()
+            start_time = CLOCK()
             loss = step()
-            seconds = CLOCK() - began
+            seconds = CLOCK() - start_time
         nbytes = peak.nbytes if peak else 0
         return Stepped(seconds, nbytes, quiet.wall, quiet.waited, loss)
 

@@ -116,10 +116,10 @@ def _quiet(_: str) -> None:
 
 def within(memory: int, shape: StepShape, request: Request) -> StepShape:
     """The fastest step of so many bytes. Raises InputError."""
-    found = search(shape, request.within(memory))
-    if not found.fits:
+    best_plan = search(shape, request.within(memory))
+    if not best_plan.fits:
         raise InputError(f"a step does not fit {memory >> 20} MiB")
-    return found.shape
+    return best_plan.shape
 
 
 def parts(batch: Batch, rows: int) -> list[Batch]:

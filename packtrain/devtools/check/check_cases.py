@@ -71,10 +71,10 @@ def trained(name: str) -> bool:
     return name in FUNCTIONS or (OPS[name].vjp_rule is not None and name not in STRAIGHT)
 
 
-def check(name: str, among: Sequence[Backend], seed: int = 0) -> Iterator[Found]:
+def check(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[Found]:
     """Every check of an op or function: see `checked_values`, `checked_slopes` and `checked_peers`."""
-    able = [backend for backend in among if has_kernel(name, backend)]
-    for backend in (one for one in among if one not in able):
+    able = [backend for backend in backends if has_kernel(name, backend)]
+    for backend in (candidate for candidate in backends if candidate not in able):
         yield Found(name, "f32", backend.name, VALUE, NO_KERNEL, math.inf, 0.0)
     yield from checked_values(name, able, seed)
     if trained(name):
@@ -103,31 +103,35 @@ def kind(sample: Drawn) -> str:
 # ---- values --------------------------------------------------------------------------------------------------
 
 
-def checked_values(name: str, among: Sequence[Backend], seed: int = 0) -> Iterator[Found]:
+def checked_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[Found]:
     """What each backend gives, through place, plan and run, beside the specification in float64."""
     for scale in (1.0, SMALL, *([LARGE[name]] if name in LARGE else [])):
         for k, sample in enumerate(drawn(name)):
             graph = graph_of(sample.results)
-            given = values(graph, seed, scale)
-            want = interpret(graph, given)
-            for backend in among:
+            leaf_values = values(graph, seed, scale)
+            expected = interpret(graph, leaf_values)
+            for backend in backends:
                 case = f"sample {k} times {scale:g}"
-                yield _compared(name, kind(sample), backend, case, graph, given, want)
-    for one in typed(name) if name in OPS else ():
-        graph, given, plain = _unpacked(one, seed)
-        wide = interpret(graph_of(one.plain.results), plain)
-        rounded = {n: v for n, v in interpret(graph, given).items() if v.dtype != np.float64}
-        for backend in among:
-            case = f"with {one.packed} in {one.dtype}"
-            yield _compared(name, str(one.dtype), backend, case, graph, given, wide | rounded)
+                yield _compared(name, kind(sample), backend, case, graph, leaf_values, expected)
+    for variant in typed(name) if name in OPS else ():
+        graph, leaf_values, unpacked_values = _unpacked(variant, seed)
+        wide = interpret(graph_of(variant.plain.results), unpacked_values)
+        rounded = {n: v for n, v in interpret(graph, leaf_values).items() if v.dtype != np.float64}
+        for backend in backends:
+            case = f"with {variant.packed} in {variant.dtype}"
+            yield _compared(
+                name, str(variant.dtype), backend, case, graph, leaf_values, wide | rounded
+            )
 
 
-def _unpacked(one: Typed, seed: int) -> tuple[Graph, dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _unpacked(
+    variant: Typed, seed: int
+) -> tuple[Graph, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """A graph with an operand in another type, values for it, and the same with that operand unpacked."""
-    graph = graph_of(one.call.results)
-    given = values(graph, seed)
-    packed = given[one.packed]
-    return graph, given, {**given, one.packed: as_floats(packed)}
+    graph = graph_of(variant.call.results)
+    leaf_values = values(graph, seed)
+    packed = leaf_values[variant.packed]
+    return graph, leaf_values, {**leaf_values, variant.packed: as_floats(packed)}
 
 
 def as_floats(packed: np.ndarray) -> np.ndarray:
@@ -135,10 +139,16 @@ def as_floats(packed: np.ndarray) -> np.ndarray:
 
 
 def _compared(
-    name: str, dtype: str, backend: Backend, case: str, graph: Graph, given: Values, want: Values
+    name: str,
+    dtype: str,
+    backend: Backend,
+    case: str,
+    graph: Graph,
+    leaf_values: Values,
+    expected: Values,
 ) -> Found:
-    got = run(graph, given, (backend,))
-    pairs = [(apart(got[n], want[n]), limit(got[n])) for n in got]
+    actual = run(graph, leaf_values, (backend,))
+    pairs = [(apart(actual[n], expected[n]), limit(actual[n])) for n in actual]
     error, allowed = max(pairs, key=lambda pair: pair[0] - pair[1])
     return Found(name, dtype, backend.name, VALUE, case, error, allowed)
 
@@ -150,31 +160,34 @@ def variable(name: str) -> list[tuple[Drawn, Values]]:
     """Samples with something to differentiate, and float64 values for them."""
     if name in OPS:
         return list(input_samples.differentiable(name))
-    made = [(sample, graph_of(sample.results)) for sample in samples_of(name)]
-    return [(s, {n: v.astype(np.float64) for n, v in values(g).items()}) for s, g in made]
+    sample_graphs = [(sample, graph_of(sample.results)) for sample in samples_of(name)]
+    return [(s, {n: v.astype(np.float64) for n, v in values(g).items()}) for s, g in sample_graphs]
 
 
 def checked_slopes(name: str) -> Iterator[Found]:
     """Every gradient against central differences of fourth order in a random direction, in float64."""
     allowed = TOLERANCE["finite difference"]
-    for k, (sample, given) in enumerate(variable(name)):
+    for k, (sample, leaf_values) in enumerate(variable(name)):
         y = sample.results[0]
-        finite = np.isfinite(interpret(Graph({"y": y}), given)["y"]).all()
-        ways = (dense,) if y.spec.size >= MANY else WEIGHTINGS if finite else (softened,)
-        for way in ways:
-            case = f"sample {k}, result {way.__name__}"
-            error = slope_error(y, way, given)
+        finite = np.isfinite(interpret(Graph({"y": y}), leaf_values)["y"]).all()
+        weightings = (dense,) if y.spec.size >= MANY else WEIGHTINGS if finite else (softened,)
+        for weighting in weightings:
+            case = f"sample {k}, result {weighting.__name__}"
+            error = slope_error(y, weighting, leaf_values)
             yield Found(name, "f32", FLOAT64, SLOPE, case, error, allowed)
-    for one in typed(name) if name in OPS else ():
-        y = one.call.results[0]
-        if y.dtype == f32 and any(t.dtype == f32 and t.label != one.packed for t in one.call.reads):
-            _, given, _ = _unpacked(one, 0)
+    for variant in typed(name) if name in OPS else ():
+        y = variant.call.results[0]
+        if y.dtype == f32 and any(
+            t.dtype == f32 and t.label != variant.packed for t in variant.call.reads
+        ):
+            _, leaf_values, _ = _unpacked(variant, 0)
             exact = {
-                n: v.astype(np.float64) if v.dtype == np.float32 else v for n, v in given.items()
+                n: v.astype(np.float64) if v.dtype == np.float32 else v
+                for n, v in leaf_values.items()
             }
             error = slope_error(y, dense, exact)
-            case = f"with {one.packed} in {one.dtype}"
-            yield Found(name, str(one.dtype), FLOAT64, SLOPE, case, error, allowed)
+            case = f"with {variant.packed} in {variant.dtype}"
+            yield Found(name, str(variant.dtype), FLOAT64, SLOPE, case, error, allowed)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------------------
@@ -186,8 +199,8 @@ has_torch = cache(partial(kernels.has_torch, PEERS))
 @cache
 def peers() -> dict[str, Any]:
     """Functions of PyTorch by the names of ops; loads PyTorch."""
-    found: dict[str, Any] = importlib.import_module(PEERS).PEERS
-    return found
+    peer_functions: dict[str, Any] = importlib.import_module(PEERS).PEERS
+    return peer_functions
 
 
 def checked_peers(name: str) -> Iterator[Found]:
@@ -196,17 +209,19 @@ def checked_peers(name: str) -> Iterator[Found]:
     if peer is None:
         return
     for k, (sample, rounded) in enumerate(variable(name)):
-        given = {n: _as_written(v) if n == "hyper" else v for n, v in rounded.items()}
-        inputs = _tensors(sample, given)
-        made = peer(*inputs, **sample.attrs)
-        made = made if isinstance(made, tuple) else (made,)
-        got = interpret(graph_of(sample.results), given)
-        for i, y in enumerate(made):
-            error = apart(got[f"result {i}"], y.detach().numpy())
+        leaf_values = {n: _as_written(v) if n == "hyper" else v for n, v in rounded.items()}
+        inputs = _tensors(sample, leaf_values)
+        peer_results = peer(*inputs, **sample.attrs)
+        peer_results = peer_results if isinstance(peer_results, tuple) else (peer_results,)
+        actual = interpret(graph_of(sample.results), leaf_values)
+        for i, y in enumerate(peer_results):
+            error = apart(actual[f"result {i}"], y.detach().numpy())
             case = f"sample {k} result {i}"
-            yield Found(name, kind(sample), FLOAT64, PEER, case, error, limit(got[f"result {i}"]))
-        if trained(name) and made[0].requires_grad:
-            yield from _peer_gradients(name, k, sample, given, inputs, made[0])
+            yield Found(
+                name, kind(sample), FLOAT64, PEER, case, error, limit(actual[f"result {i}"])
+            )
+        if trained(name) and peer_results[0].requires_grad:
+            yield from _peer_gradients(name, k, sample, leaf_values, inputs, peer_results[0])
 
 
 @np.vectorize
@@ -215,34 +230,36 @@ def _as_written(x: float) -> float:
     return float(f"{x:.6g}")
 
 
-def _tensors(sample: Drawn, given: Values) -> list[Any]:
+def _tensors(sample: Drawn, leaf_values: Values) -> list[Any]:
     """PyTorch's for the inputs; f32 ones are float64 and want a gradient, packed ones are unpacked."""
     torch: Any = kernels.torch()
     graph = Graph({str(i): t for i, t in enumerate(sample.inputs) if t is not None})
-    made = {}
-    for name, array in interpret(graph, given).items():
+    peer_inputs = {}
+    for name, array in interpret(graph, leaf_values).items():
         packed = array.dtype.names is not None or dtype_of(array).numpy == np.float16
-        made[name] = torch.from_numpy(as_floats(array) if packed else array)
+        peer_inputs[name] = torch.from_numpy(as_floats(array) if packed else array)
         if array.dtype == np.float64:
-            made[name].requires_grad_()
-    return [made.get(str(i)) for i in range(len(sample.inputs))]
+            peer_inputs[name].requires_grad_()
+    return [peer_inputs.get(str(i)) for i in range(len(sample.inputs))]
 
 
 def _peer_gradients(
-    name: str, k: int, sample: Drawn, given: Values, inputs: list[Any], y: Any
+    name: str, k: int, sample: Drawn, leaf_values: Values, inputs: list[Any], y: Any
 ) -> Iterator[Found]:
     torch: Any = kernels.torch()
     places = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
     places = [i for i in places if (name, i) != ("rope", 1)]  # no gradient for the table
     weights = np.random.default_rng(3).standard_normal(y.shape)
-    want = torch.autograd.grad((y * torch.from_numpy(weights)).sum(), [inputs[i] for i in places])
+    expected = torch.autograd.grad(
+        (y * torch.from_numpy(weights)).sum(), [inputs[i] for i in places]
+    )
     result = sample.results[0]
     loss = ops.sum(ops.mul(result, input("weights of results", result.shape)))
     chosen = [sample.inputs[i] for i in places]
-    found = differentiate(loss, [t for t in chosen if t is not None])
-    graph = Graph({str(i): d for i, d in zip(places, found.values(), strict=True)})
-    made = interpret(graph, {**given, "weights of results": weights})
-    for i, gradient in zip(places, want, strict=True):
-        error = apart(made[str(i)], gradient.numpy())
+    grads = differentiate(loss, [t for t in chosen if t is not None])
+    graph = Graph({str(i): d for i, d in zip(places, grads.values(), strict=True)})
+    grad_values = interpret(graph, {**leaf_values, "weights of results": weights})
+    for i, gradient in zip(places, expected, strict=True):
+        error = apart(grad_values[str(i)], gradient.numpy())
         case = f"sample {k}, gradient of input {i}"
-        yield Found(name, kind(sample), FLOAT64, PEER, case, error, limit(made[str(i)]))
+        yield Found(name, kind(sample), FLOAT64, PEER, case, error, limit(grad_values[str(i)]))

@@ -46,59 +46,59 @@ class Row:
     worst: dict[str, float]
 
 
-def rows(found: Iterable[Found]) -> list[Row]:
+def rows(results: Iterable[Found]) -> list[Row]:
     """By op, type and backend, in the order in which they were found."""
     groups: dict[tuple[str, str, str], list[Found]] = {}
-    for one in found:
-        groups.setdefault((one.op, one.dtype, one.backend), []).append(one)
+    for result in results:
+        groups.setdefault((result.op, result.dtype, result.backend), []).append(result)
     return [
         Row(*key, len(group), {c: worst for c in CHECKS if (worst := _worst(group, c)) is not None})
         for key, group in groups.items()
     ]
 
 
-def _worst(found: Iterable[Found], check: str) -> float | None:
-    return max((one.error for one in found if one.check == check), default=None)
+def _worst(results: Iterable[Found], check: str) -> float | None:
+    return max((result.error for result in results if result.check == check), default=None)
 
 
-def lines(found: Sequence[Found], seconds: float) -> Iterator[str]:
+def lines(results: Sequence[Found], seconds: float) -> Iterator[str]:
     """The table as text, and below it how much was checked."""
     yield f"{'op':20} {'type':8} {'on':8} {'cases':>5}" + "".join(f"{c:>10}" for c in CHECKS)
-    for row in rows(found):
+    for row in rows(results):
         errors = (f"{row.worst[c]:.1e}" if c in row.worst else "" for c in CHECKS)
         yield f"{row.op:20} {row.dtype:8} {row.backend:8} {row.cases:5}" + "".join(
             f"{error:>10}" for error in errors
         )
-    names = dict.fromkeys(one.op for one in found)
+    names = dict.fromkeys(result.op for result in results)
     yield (
-        f"{plural(len(found), 'case')} of {plural(len(names), 'op or function', 'ops and functions')} in"
+        f"{plural(len(results), 'case')} of {plural(len(names), 'op or function', 'ops and functions')} in"
         f" {seconds:.0f} s; errors are of the largest value, or of 1 where all are smaller"
     )
     if not has_torch():
         yield "nothing was compared with PyTorch: that takes PyTorch and a checkout of the repository"
-    elif without := [name for name in names if name not in peers()]:
-        yield f"no peer in PyTorch: {', '.join(without)}"
+    elif names_without_peer := [name for name in names if name not in peers()]:
+        yield f"no peer in PyTorch: {', '.join(names_without_peer)}"
 
 
-def plain(found: Sequence[Found], seconds: float) -> dict[str, Any]:
+def plain(results: Sequence[Found], seconds: float) -> dict[str, Any]:
     """What --json writes."""
     return {
-        "cases": len(found),
+        "cases": len(results),
         "seconds": round(seconds, 1),
         "pytorch": has_torch(),
-        "rows": [asdict(row) for row in rows(found)],
-        "failed": [str(one) for one in found if not one.passed],
+        "rows": [asdict(row) for row in rows(results)],
+        "failed": [str(result) for result in results if not result.passed],
     }
 
 
 # ---- the page of all ops -------------------------------------------------------------------------------------
 
 
-def page(found: Sequence[Found]) -> str:
+def page(results: Sequence[Found]) -> str:
     """docs/ops.md."""
     by_op: dict[str, list[Found]] = {}
-    for one in found:
-        by_op.setdefault(one.op, []).append(one)
+    for result in results:
+        by_op.setdefault(result.op, []).append(result)
     return PAGE + "".join(
         f"| {' | '.join([*about(name), *_errors(by_op[name])])} | {peer(name)} |\n"
         for name in sorted(by_op)
@@ -122,21 +122,21 @@ def about(name: str) -> list[str]:
 
 def _types(name: str) -> Iterator[str]:
     """What other types an input takes."""
-    taken: dict[str, list[str]] = {}
-    for one in typed(name) if name in OPS else ():
-        taken.setdefault(one.packed, []).append(str(one.dtype))
-    every = [str(t) for t in READABLE if t != f32]
-    for leaf, types in taken.items():
-        yield f"{leaf}: {'every type' if types == every else ', '.join(types)}"
+    types_by_leaf: dict[str, list[str]] = {}
+    for variant in typed(name) if name in OPS else ():
+        types_by_leaf.setdefault(variant.packed, []).append(str(variant.dtype))
+    all_types = [str(t) for t in READABLE if t != f32]
+    for leaf, types in types_by_leaf.items():
+        yield f"{leaf}: {'every type' if types == all_types else ', '.join(types)}"
 
 
 def peer(name: str) -> str:
     return "yes" if has_torch() and name in peers() else "no"
 
 
-def _errors(found: Sequence[Found]) -> list[str]:
-    values = _worst(found, VALUE)
-    slopes = [e for c in (SLOPE, PEER) if (e := _worst(found, c)) is not None]
+def _errors(results: Sequence[Found]) -> list[str]:
+    values = _worst(results, VALUE)
+    slopes = [e for c in (SLOPE, PEER) if (e := _worst(results, c)) is not None]
     return ["" if e is None else _power(e) for e in (values, max(slopes, default=None))]
 
 

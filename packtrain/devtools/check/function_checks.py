@@ -64,9 +64,9 @@ FUNCTIONS = {
 
 def samples_of(name: str) -> list[Sample]:
     """The samples of a composed function."""
-    function, made = FUNCTIONS[name], []
+    function, samples = FUNCTIONS[name], []
     for shapes, attrs in function.given:
         leaves = tuple(input(f"x{i}", shape) for i, shape in enumerate(shapes))
         results = function.make(*leaves, **attrs)
-        made.append(Sample(results if isinstance(results, tuple) else (results,), leaves, attrs))
-    return made
+        samples.append(Sample(results if isinstance(results, tuple) else (results,), leaves, attrs))
+    return samples

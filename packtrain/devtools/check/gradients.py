@@ -43,31 +43,35 @@ def gradients(
     if wrt is None:
         wrt = [leaf for leaf in given_leaves(Graph([y])) if leaf.dtype == f32]
     loss = ops.sum(weighted(y))
-    made = differentiate(loss, wrt)
-    return Graph({"loss": loss} | {f"d/{t.label}": g for t, g in made.items()}), list(made)
+    grads = differentiate(loss, wrt)
+    return Graph({"loss": loss} | {f"d/{t.label}": g for t, g in grads.items()}), list(grads)
 
 
-def slope_error(y: Tensor, weighted: Weighting, given: Values) -> float:
+def slope_error(y: Tensor, weighted: Weighting, leaf_values: Values) -> float:
     """How far the gradients are from central differences in a random direction, in float64."""
     graph, leaves = gradients(y, weighted)
-    made = interpret(graph, given)
+    grads = interpret(graph, leaf_values)
     rng = np.random.default_rng(11)
-    way = {leaf.label: rng.standard_normal(leaf.shape) for leaf in leaves}
-    measured = slope(Graph({"loss": graph.outputs["loss"]}), given, way)
-    return off_slope(measured, {n: made[f"d/{n}"] * direction for n, direction in way.items()})
+    directions = {leaf.label: rng.standard_normal(leaf.shape) for leaf in leaves}
+    measured = slope(Graph({"loss": graph.outputs["loss"]}), leaf_values, directions)
+    return off_slope(
+        measured, {n: grads[f"d/{n}"] * direction for n, direction in directions.items()}
+    )
 
 
 def off_slope(measured: float, terms: Values) -> float:
     """The sum of all terms less the slope, of the terms' root of the sum of squares."""
-    every = np.concatenate([term.ravel() for term in terms.values()])
-    return abs(float(every.sum()) - measured) / (float(np.sqrt((every**2).sum())) + 1e-3)
+    flat_terms = np.concatenate([term.ravel() for term in terms.values()])
+    return abs(float(flat_terms.sum()) - measured) / (float(np.sqrt((flat_terms**2).sum())) + 1e-3)
 
 
-def slope(graph: Graph, given: Values, way: Values) -> float:
-    """How fast the graph's `loss` changes along `way`: central differences of fourth order."""
+def slope(graph: Graph, leaf_values: Values, directions: Values) -> float:
+    """How fast the graph's `loss` changes along `directions`: central differences of fourth order."""
 
     def loss(by: float) -> float:
-        moved = {n: v + by * way[n] if n in way else v for n, v in given.items()}
+        moved = {
+            n: v + by * directions[n] if n in directions else v for n, v in leaf_values.items()
+        }
         return float(interpret(graph, moved)["loss"])
 
     h = 1e-4

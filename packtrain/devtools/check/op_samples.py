@@ -19,8 +19,8 @@ DRAWN = 4096  # random blocks of which those with ordinary values are taken
 def samples(name: str) -> list[Call]:
     """The different calls that an op's room gives as samples."""
     rule = OPS[name].sample_rule
-    made = list(rule()) if rule else []
-    calls = (t.call for t in made if t.call is not None and t.call.op.name == name)
+    results = list(rule()) if rule else []
+    calls = (t.call for t in results if t.call is not None and t.call.op.name == name)
     return list(dict.fromkeys(calls))
 
 
@@ -62,15 +62,15 @@ def graph_of(results: Sequence[Tensor]) -> Graph:
 
 def rewritten(call: Call, leaf: Callable[[Tensor], Tensor]) -> Call:
     """The call and what it needs, written again over other leaves."""
-    made: dict[Tensor, Tensor] = {}
+    rewritten_tensors: dict[Tensor, Tensor] = {}
 
     def again(t: Tensor) -> Tensor:
-        if t not in made and t.call is None:
-            made[t] = leaf(t)
-        elif t not in made:
+        if t not in rewritten_tensors and t.call is None:
+            rewritten_tensors[t] = leaf(t)
+        elif t not in rewritten_tensors:
             assert t.call is not None
-            made.update(zip(t.call.results, repeat(t.call), strict=True))
-        return made[t]
+            rewritten_tensors.update(zip(t.call.results, repeat(t.call), strict=True))
+        return rewritten_tensors[t]
 
     def repeat(call: Call) -> tuple[Tensor, ...]:
         results = call.op(*(t and again(t) for t in call.inputs), **call.attrs)
@@ -94,15 +94,17 @@ def constants(call: Call) -> dict[str, np.ndarray]:
 
 def differentiable(name: str) -> list[tuple[Call, Values]]:
     """Samples over inputs only that read some f32, and float64 values for them; none whose result is rounded."""
-    made: list[tuple[Call, Values]] = []
+    samples_with_values: list[tuple[Call, Values]] = []
     for original in samples(name):
         call = rewritten(original, free)
         graph = graph_of(call.results)
-        given = values(graph) | constants(original)
+        leaf_values = values(graph) | constants(original)
         rounded = call.results[0].dtype in (f16, bf16)
-        if given and not rounded and all(t.dtype == f32 for t in given_leaves(graph)):
-            made.append((call, {n: v.astype(np.float64) for n, v in given.items()}))
-    return made
+        if leaf_values and not rounded and all(t.dtype == f32 for t in given_leaves(graph)):
+            samples_with_values.append(
+                (call, {n: v.astype(np.float64) for n, v in leaf_values.items()})
+            )
+    return samples_with_values
 
 
 class Typed(NamedTuple):
@@ -126,14 +128,14 @@ def typed(name: str) -> Iterator[Typed]:
                 if dtype == f32 or (i, dtype) in seen or t.shape[-1] % dtype.block:
                     continue
                 try:
-                    other = rewritten(call, _stored_as(t, dtype))
+                    typed_call = rewritten(call, _stored_as(t, dtype))
                 except GraphError:
                     continue
                 seen.add((i, dtype))
-                yield Typed(dtype, t.label, other, call)
+                yield Typed(dtype, t.label, typed_call, call)
 
 
 def _stored_as(chosen: Tensor, dtype: Dtype) -> Callable[[Tensor], Tensor]:
     make = {"weight": weight, "state": state}.get(chosen.kind or "", input)
-    other = make(chosen.label, chosen.shape, dtype)
-    return lambda t: other if t is chosen else t
+    stored_leaf = make(chosen.label, chosen.shape, dtype)
+    return lambda t: stored_leaf if t is chosen else t

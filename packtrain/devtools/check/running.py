@@ -15,42 +15,44 @@ from packtrain.kernels.quantized_arrays import dequantize
 TOLERANCE = {"float32": 2e-5, "float64": 1e-9, "finite difference": 1e-6, "rounded otherwise": 1e-3}
 
 
-def run(graph: Graph, given: Values, among: tuple[Backend, ...] = (cpu,)) -> dict[str, np.ndarray]:
+def run(
+    graph: Graph, leaf_values: Values, backends: tuple[Backend, ...] = (cpu,)
+) -> dict[str, np.ndarray]:
     """Outputs and new values of updated leaves of one run in a fresh session, as `interpret` gives them."""
-    return execute(Session().executor(place(graph, Target(among))), given)
+    return execute(Session().executor(place(graph, Target(backends))), leaf_values)
 
 
-def execute(executor: Executor, given: Values) -> dict[str, np.ndarray]:
+def execute(executor: Executor, leaf_values: Values) -> dict[str, np.ndarray]:
     """Set the leaves, run once, and give outputs and new values of updated leaves."""
     session, graph = executor.session, executor.placed.graph
     kinds = {leaf.label: leaf.kind for leaf in graph.leaves}
-    session.set({n: v for n, v in given.items() if kinds.get(n) in ("weight", "state")})
-    outputs = executor({n: v for n, v in given.items() if kinds.get(n) == "input"})
+    session.set({n: v for n, v in leaf_values.items() if kinds.get(n) in ("weight", "state")})
+    outputs = executor({n: v for n, v in leaf_values.items() if kinds.get(n) == "input"})
     return {t.base.label: session.get(t.base.label) for t in graph.updates} | outputs
 
 
-def limit(got: np.ndarray) -> float:
+def limit(actual: np.ndarray) -> float:
     """How far `apart` results of this type may be."""
-    name = "rounded otherwise" if got.dtype == bf16.numpy else got.dtype.name
+    name = "rounded otherwise" if actual.dtype == bf16.numpy else actual.dtype.name
     return TOLERANCE.get(name, 0.0)
 
 
-def apart(got: np.ndarray, want: np.ndarray) -> float:
+def apart(actual: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference, of the largest value or of 1 where all are smaller.
 
     Infinite if infinities and NaNs are elsewhere, or the shapes differ. Of bf16, which are rounded at random, the share
     that is rounded otherwise.
     """
-    if got.shape != want.shape:
+    if actual.shape != expected.shape:
         return np.inf
-    if got.dtype.names:  # blocks
-        got, want = dequantize(got), dequantize(want)
-    if got.dtype == bf16.numpy:
-        steps = np.abs(got.view(np.int16).astype(int) - want.view(np.int16))
+    if actual.dtype.names:  # blocks
+        actual, expected = dequantize(actual), dequantize(expected)
+    if actual.dtype == bf16.numpy:
+        steps = np.abs(actual.view(np.int16).astype(int) - expected.view(np.int16))
         return np.inf if steps.max(initial=0) > 1 else np.count_nonzero(steps) / max(steps.size, 1)
-    finite = np.isfinite(want)
-    if not np.array_equal(got[~finite], want[~finite], equal_nan=want.dtype.kind == "f"):
+    finite = np.isfinite(expected)
+    if not np.array_equal(actual[~finite], expected[~finite], equal_nan=expected.dtype.kind == "f"):
         return np.inf
-    a, b = got[finite].astype(np.float64), want[finite].astype(np.float64)
+    a, b = actual[finite].astype(np.float64), expected[finite].astype(np.float64)
     worst = float(np.abs(a - b).max(initial=0)) / max(1.0, float(np.abs(b).max(initial=0)))
     return worst if np.isfinite(worst) else np.inf

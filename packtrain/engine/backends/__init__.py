@@ -25,10 +25,10 @@ def backend(device: str) -> Backend:
         raise InputError(f"--device {device}: it must be one of {', '.join(DEVICES)}, or NAME:N")
     module = import_module(f"packtrain.engine.backends.{DEVICES[kind]}")
     try:
-        found: Backend = module.BACKENDS[device]
+        selected: Backend = module.BACKENDS[device]
     except KeyError:
         raise InputError(f"--device {device}: {kind} has one memory only") from None
-    return found
+    return selected
 
 
 def target(device: str) -> Target:

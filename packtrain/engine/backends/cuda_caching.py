@@ -58,22 +58,22 @@ class Caching:
 
     def replay(self, trace: Trace) -> None:
         """Take and drop, and drop at the end what is still there."""
-        taken, count = dict[int, Block](), 0
-        for one in trace:
-            if one < 0:
-                self.drop(taken.pop(-1 - one))
+        blocks, count = dict[int, Block](), 0
+        for event in trace:
+            if event < 0:
+                self.drop(blocks.pop(-1 - event))
             else:
-                taken[count] = self.take(one)
+                blocks[count] = self.take(event)
                 count += 1
-        for block in taken.values():
+        for block in blocks.values():
             self.drop(block)
 
     def _segment(self, size: int) -> Block:
-        made = list[Block]()
-        made.append(Block(segment_nbytes(size), made))
-        self.segments[size <= SMALL].append(made)
-        self.reserved += made[0].nbytes
-        return made[0]
+        segment = list[Block]()
+        segment.append(Block(segment_nbytes(size), segment))
+        self.segments[size <= SMALL].append(segment)
+        self.reserved += segment[0].nbytes
+        return segment[0]
 
 
 def rounded(nbytes: int, to: int) -> int:
@@ -116,11 +116,11 @@ def pool_nbytes(traces: tuple[Trace, ...]) -> int:
 
 def _most(trace: Trace) -> int:
     """The most bytes of large tensors at once."""
-    sizes, now, most = list[int](), 0, 0
-    for one in trace:
-        sizes += [rounded(one, BLOCK)] if one >= 0 else []
-        size = sizes[-1 if one >= 0 else -1 - one]
+    sizes, now, peak = list[int](), 0, 0
+    for event in trace:
+        sizes += [rounded(event, BLOCK)] if event >= 0 else []
+        size = sizes[-1 if event >= 0 else -1 - event]
         if size > SMALL:
-            now += size if one >= 0 else -size
-            most = max(most, now)
-    return most
+            now += size if event >= 0 else -size
+            peak = max(peak, now)
+    return peak

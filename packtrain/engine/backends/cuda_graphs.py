@@ -44,21 +44,21 @@ def fill_pool(device: str, nbytes: int) -> None:
     torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def recorded(device: str, calls: Sequence[Run], alone: Sequence[bool]) -> list[Run]:
+def recorded(device: str, calls: Sequence[Run], recordable: Sequence[bool]) -> list[Run]:
     """As many calls, which do the same in the same order: of each stretch the last does all of it.
 
     calls  have all been run before, so that nothing is made for the first time while they are recorded
-    alone  which of them need no host
+    recordable  which of them need no host
     """
-    found, at = list(calls), 0
+    recorded_calls, at = list(calls), 0
     if cuda_of(device) is None:
-        return found
-    for able, run in groupby(alone):
+        return recorded_calls
+    for is_recordable, run in groupby(recordable):
         end = at + len([*run])
-        if able and end - at >= LEAST and (replay := _recorded(device, calls[at:end])):
-            found[at:end] = [*[later] * (end - at - 1), replay]
+        if is_recordable and end - at >= LEAST and (replay := _recorded(device, calls[at:end])):
+            recorded_calls[at:end] = [*[later] * (end - at - 1), replay]
         at = end
-    return found
+    return recorded_calls
 
 
 def _recorded(device: str, calls: Sequence[Run]) -> Run | None:
@@ -75,9 +75,9 @@ def _recorded(device: str, calls: Sequence[Run]) -> Run | None:
             graph = _captured(cuda, POOLS[device][0], calls)
     except RuntimeError as error:
         FAILED.add(device)
-        why = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         warnings.warn(
-            f"--device {device}: its calls run one by one, a CUDA graph of them could not be recorded: {why}",
+            f"--device {device}: its calls run one by one, a CUDA graph of them could not be recorded: {reason}",
             stacklevel=2,
         )
         return None

@@ -12,16 +12,16 @@ STREAMS: dict[str, Any] = {}
 LOCKED = set[int]()  # where buffers begin that are locked
 
 
-def begin(device: str, to: Any, given: Any) -> None:
+def begin(device: str, to: Any, source: Any) -> None:
     """Begin to copy a tensor to another, of which at least one is on the device, when the kernels before are done."""
     cuda = cuda_of(device)
     if device not in STREAMS:
         STREAMS[device] = cuda.Stream(device)
     stream = STREAMS[device]
-    for place in {device, *(str(one.device) for one in (to, given) if one.is_cuda)}:
+    for place in {device, *(str(tensor.device) for tensor in (to, source) if tensor.is_cuda)}:
         stream.wait_stream(cuda.current_stream(place))
     with cuda.stream(stream):
-        to.copy_(given, non_blocking=True)
+        to.copy_(source, non_blocking=True)
 
 
 def arrived(device: str) -> None:

@@ -32,8 +32,8 @@ class Target:
     @property
     def every(self) -> list[Backend]:
         """All its backends, in order."""
-        found = (*self.backends, *self.homes.values())
-        return list({(b.name, b.space): b for b in found}.values())
+        backends = (*self.backends, *self.homes.values())
+        return list({(b.name, b.space): b for b in backends}.values())
 
     @property
     def space(self) -> str:
@@ -57,8 +57,8 @@ class Target:
 
     def beyond(self, space: str, buffers: Sequence[int]) -> int:
         """By how much more than these sizes buffers get there, see Backend.pool."""
-        found = next((b for b in self.every if b.space == space), None)
-        return 0 if found is None else found.pool((), buffers)
+        backend = next((b for b in self.every if b.space == space), None)
+        return 0 if backend is None else backend.pool((), buffers)
 
     @property
     def limit(self) -> int | None:
@@ -73,9 +73,14 @@ class Target:
     def home(self, leaf: Tensor) -> Backend:
         """Where a leaf lives: by its name, that of its weight (m/NAME), its role, or its block's number of a cache."""
         _, _, number = leaf.label.rpartition(".")
-        own = leaf.label, leaf.label.rpartition("/")[2], leaf.role or "", f"{leaf.role}.{number}"
-        found = (self.homes[name] for name in own if name in self.homes)
-        return next(found, self.backends[0])
+        leaf_keys = (
+            leaf.label,
+            leaf.label.rpartition("/")[2],
+            leaf.role or "",
+            f"{leaf.role}.{number}",
+        )
+        leaf_backends = (self.homes[name] for name in leaf_keys if name in self.homes)
+        return next(leaf_backends, self.backends[0])
 
 
 CPU = Target()

@@ -49,19 +49,19 @@ TYPES = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized
 
 def kernel_of(op: Op[..., Any], convert: Any, name: str = NAME) -> Kernel | None:
     """The op's kernel; of the first call, arrays become tensors, which are kept for later calls."""
-    known = op.kernels.get(name)
-    return known and Kernel(_launched(known.run, convert), known.strided)
+    kernel = op.kernels.get(name)
+    return kernel and Kernel(_launched(kernel.run, convert), kernel.strided)
 
 
 def _launched(run: Any, convert: Any) -> Any:
     def launch(*arrays: Any, work: Any = (), **attrs: Any) -> Any:
-        given = [regular(convert(x)) for x in arrays]
-        pages = [found for x in work if (found := pages_of(x))]
+        tensors = [regular(convert(x)) for x in arrays]
+        pages = [page_range for x in work if (page_range := pages_of(x))]
 
         def again() -> None:
             for begin, nbytes in pages:
                 LIBC.madvise(begin, nbytes, DONTNEED)
-            run(*given, **attrs)
+            run(*tensors, **attrs)
 
         again()
         return again
@@ -220,18 +220,20 @@ class Apart:
     ) -> tuple[Spec, ...]:
         return ()  # PyTorch has a pool for what kernels make
 
-    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
-        found = [self._measured(*one) for one in made if NAME in one[0].kernels]
+    def pool(self, op_calls: Iterable[Made], buffers: Sequence[int] = ()) -> int:
+        measurements = [self._measured(*call) for call in op_calls if NAME in call[0].kernels]
         if self.device == "cpu":  # malloc keeps nothing
-            return max((one.nbytes for one in found), default=0)
+            return max((call.nbytes for call in measurements), default=0)
         times = 1 if cuda_of(self.device) is None else 2  # graphs have a pool of their own
-        own = times * pool_nbytes(traces_of(found)) if found else 0
-        return own + buffers_nbytes(buffers) - sum(buffers)
+        pool_size = times * pool_nbytes(traces_of(measurements)) if measurements else 0
+        return pool_size + buffers_nbytes(buffers) - sum(buffers)
 
-    def reserve(self, made: Iterable[Made]) -> None:
+    def reserve(self, op_calls: Iterable[Made]) -> None:
         if cuda_of(self.device) is not None:
-            found = traces_of(self._measured(*one) for one in made if NAME in one[0].kernels)
-            make_room(self.device, room_nbytes(found))
+            traces = traces_of(
+                self._measured(*call) for call in op_calls if NAME in call[0].kernels
+            )
+            make_room(self.device, room_nbytes(traces))
 
     @property
     def taken(self) -> int | None:
@@ -239,8 +241,8 @@ class Apart:
         return None if cuda is None else int(cuda.max_memory_reserved(self.device))
 
     def alloc(self, nbytes: int) -> Any:
-        whole = host.aligned(nbytes, self.alignment)
-        return torch.zeros(whole, dtype=torch.uint8, device=self.device)
+        aligned_nbytes = host.aligned(nbytes, self.alignment)
+        return torch.zeros(aligned_nbytes, dtype=torch.uint8, device=self.device)
 
     def share(self, values: np.ndarray) -> Any:
         buffer = self.alloc(values.nbytes)
@@ -250,8 +252,8 @@ class Apart:
     def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
         dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
         if dtype.quantized or self._only_bytes(dtype):
-            whole = (*shape, dtype.block_nbytes), (*strides, 1), offset
-            return Blocks(buffer.as_strided(*whole), dtype)
+            raw_layout = (*shape, dtype.block_nbytes), (*strides, 1), offset
+            return Blocks(buffer.as_strided(*raw_layout), dtype)
         size = dtype.block_nbytes
         steps = tuple(step // size for step in strides)
         return buffer.view(torch_type(dtype)).as_strided(shape, steps, offset // size)
@@ -260,20 +262,20 @@ class Apart:
         return None
 
     def write(self, array: Any, values: np.ndarray) -> None:
-        given = np.ascontiguousarray(values, dtype_of(array).numpy).reshape(values.shape)
+        dense = np.ascontiguousarray(values, dtype_of(array).numpy).reshape(values.shape)
         if isinstance(array, Blocks):
-            array.raw.copy_(_tensor(given.reshape(-1).view(np.uint8)).view(array.raw.shape))
+            array.raw.copy_(_tensor(dense.reshape(-1).view(np.uint8)).view(array.raw.shape))
         else:
-            array.copy_(seen(given))
+            array.copy_(seen(dense))
 
     def read(self, array: Any) -> np.ndarray:
         dtype, raw = dtype_of(array), raw_of(array).contiguous()
-        there = raw.view(-1).view(torch.uint8).to("cpu", copy=True).numpy()
-        return there.view(dtype.numpy).reshape(dtype.array_shape(tuple(array.shape)))  # type: ignore[no-any-return]
+        host_bytes = raw.view(-1).view(torch.uint8).to("cpu", copy=True).numpy()
+        return host_bytes.view(dtype.numpy).reshape(dtype.array_shape(tuple(array.shape)))  # type: ignore[no-any-return]
 
-    def fetch(self, array: Any, there: np.ndarray) -> None:
+    def fetch(self, array: Any, destination: np.ndarray) -> None:
         raw = raw_of(array).view(-1).view(torch.uint8)
-        _tensor(there.reshape(-1).view(np.uint8)).copy_(raw)
+        _tensor(destination.reshape(-1).view(np.uint8)).copy_(raw)
 
     def fill(self, array: Any, byte: int) -> None:
         raw_of(array).view(-1).view(torch.uint8).fill_(byte)
@@ -296,8 +298,8 @@ class Apart:
     def streams(self) -> bool:
         return cuda_of(self.device) is not None
 
-    def begin(self, to: Any, given: Any, other: Backend) -> None:
-        cuda_streams.begin(self.device, tensor_of(to), tensor_of(given))
+    def begin(self, to: Any, source: Any, other: Backend) -> None:
+        cuda_streams.begin(self.device, tensor_of(to), tensor_of(source))
 
     def arrived(self) -> None:
         cuda_streams.arrived(self.device)
@@ -305,14 +307,14 @@ class Apart:
     def lock(self, buffer: Any) -> None:
         cuda_streams.lock(self.device, buffer)
 
-    def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
-        alone = [one is not None and self._measured(*one).alone for one in made]
-        return recorded(self.device, calls, alone)
+    def recorded(self, op_calls: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
+        recordable = [call is not None and self._measured(*call).alone for call in op_calls]
+        return recorded(self.device, calls, recordable)
 
 
-def traces_of(found: Iterable[Measured]) -> tuple[Trace, ...]:
+def traces_of(measurements: Iterable[Measured]) -> tuple[Trace, ...]:
     """What calls make and drop, each once."""
-    return tuple(dict.fromkeys(one.trace for one in found))
+    return tuple(dict.fromkeys(measurement.trace for measurement in measurements))
 
 
 # ---- devices by name -----------------------------------------------------------------------------------------

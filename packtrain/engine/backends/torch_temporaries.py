@@ -61,8 +61,8 @@ def measured(
     op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], kernel: str = "torch"
 ) -> Measured:
     """Of a call by this kernel; measured once for each op, specs and attributes."""
-    given = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
-    key = op.name, kernel, given, tuple(attrs.items())
+    input_layouts = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
+    key = op.name, kernel, input_layouts, tuple(attrs.items())
     if key not in KNOWN:
         KNOWN[key] = _measured((op, inputs, attrs), kernel)
     return KNOWN[key]
@@ -71,33 +71,33 @@ def measured(
 def _measured(call: Made, kernel: str) -> Measured:
     """On tensors without values; with them, zeros, if the kernel looks at values."""
     try:
-        made, needs = _watched(call, kernel)
+        memory_meter, needs = _watched(call, kernel)
         if needs:  # a table of a kernel's is brought once, and kept
             _, needs = _watched(call, kernel)
     except (RuntimeError, NotImplementedError):
-        made, needs = _run(call, "torch", "cpu"), 1
-    return Measured(made.most, not needs, tuple(made.trace))
+        memory_meter, needs = _run(call, "torch", "cpu"), 1
+    return Measured(memory_meter.most, not needs, tuple(memory_meter.trace))
 
 
 def _watched(call: Made, kernel: str) -> tuple[Any, int]:
     """A meter of what it makes, and how often it looks at values or brings some."""
     before = ASKED["times"]
     with bringing()() as brought:
-        made = _run(call, kernel, "meta")
-    return made, ASKED["times"] - before + brought.times
+        memory_meter = _run(call, kernel, "meta")
+    return memory_meter, ASKED["times"] - before + brought.times
 
 
 def _run(call: Made, kernel: str, device: str) -> Any:
     op, inputs, attrs = call
-    given = [t and empty(t.spec, t.strides, device) for t in inputs]
+    arrays = [t and empty(t.spec, t.strides, device) for t in inputs]
     ruled = op.rule(*inputs, **attrs)
     specs = ruled if isinstance(ruled, tuple) else (ruled,)
-    wrote = [given[i] for i in op.writes]
+    wrote = [arrays[i] for i in op.writes]
     fresh = [empty(spec, spec.strides, device) for spec in specs[len(wrote) :]]
     results = (*wrote, *fresh)
     with meter()() as count:
         op.kernels[kernel].run(
-            results if len(results) > 1 or op.writes else results[0], *given, **attrs
+            results if len(results) > 1 or op.writes else results[0], *arrays, **attrs
         )
     return count
 
@@ -106,14 +106,14 @@ def empty(spec: Spec, strides: tuple[int, ...], device: str) -> Any:
     """Zeros, or nothing on `meta`."""
     dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
     if dtype.quantized:
-        whole, steps = (*shape, dtype.block_nbytes), (*strides, 1)
-        return Blocks(_empty(whole, steps, torch.uint8, device), dtype)
+        raw_shape, steps = (*shape, dtype.block_nbytes), (*strides, 1)
+        return Blocks(_empty(raw_shape, steps, torch.uint8, device), dtype)
     return _empty(shape, [s // dtype.block_nbytes for s in strides], torch_type(dtype), device)
 
 
 def _empty(shape: Any, strides: Any, dtype: Any, device: str) -> Any:
-    made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    return made if device == "meta" else made.zero_()
+    tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return tensor if device == "meta" else tensor.zero_()
 
 
 @cache
@@ -147,13 +147,13 @@ def meter() -> Any:
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            made = function(*args, **(kwargs or {}))
+            results = function(*args, **(kwargs or {}))
             before = {id(s) for s in _storages((args, kwargs))} | self.known
-            for storage in _storages(made):
+            for storage in _storages(results):
                 if id(storage) not in before:
                     self._add(storage)
             self.most = max(self.most, self.now + unseen_nbytes(function, args))
-            return made
+            return results
 
         def _add(self, storage: Any) -> None:
             nbytes = storage.nbytes()

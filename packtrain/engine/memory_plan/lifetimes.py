@@ -43,19 +43,19 @@ def storages(
     reuse     False: no in-place operations
     arena_of  the arena of a tensor or workspace, by name
     """
-    found = _Lives(placed, reuse, arena_of).storages()
-    return found if space is None else [s for s in found if s.space == space]
+    every_storage = _Lives(placed, reuse, arena_of).storages()
+    return every_storage if space is None else [s for s in every_storage if s.space == space]
 
 
 def _reads(placed: Placed) -> dict[Tensor, list[int]]:
     """For each storage-owning tensor the steps that read it, in order; outputs are read after the last step."""
-    found: dict[Tensor, list[int]] = {}
+    reading_steps: dict[Tensor, list[int]] = {}
     for i, step in enumerate(placed.steps):
         for t in step.reads:
-            found.setdefault(t.base, []).append(i)
+            reading_steps.setdefault(t.base, []).append(i)
     for t in placed.graph.outputs.values():
-        found.setdefault(t.base, []).append(len(placed.steps))
-    return found
+        reading_steps.setdefault(t.base, []).append(len(placed.steps))
+    return reading_steps
 
 
 class _Lives:
@@ -74,19 +74,19 @@ class _Lives:
                 name = f"{names[step.results[0]]} work"
                 together = self.arena_of(name)  # all workspaces of a step
                 for spec in needed:
-                    given = name, step.op.name, "workspace", space, spec.nbytes, i, end
-                    result.append(Storage(*given, together))
-            taken: set[Storage] = set()
+                    fields = name, step.op.name, "workspace", space, spec.nbytes, i, end
+                    result.append(Storage(*fields, together))
+            reused: set[Storage] = set()
             for index, t in enumerate(step.results):
                 if t.base.kind or (t not in self.reads and index in step.op.optional):
                     continue
                 arena = self.arena_of(names[t])
-                storage = self._dying(step, index, i, taken, arena) if self.reuse else None
+                storage = self._dying(step, index, i, reused, arena) if self.reuse else None
                 if storage is None:
                     kind, nbytes = _category(step, t, self.outputs), t.spec.nbytes
                     storage = Storage(names[t], step.op.name, kind, space, nbytes, i, end, arena)
                     result.append(storage)
-                taken.add(storage)
+                reused.add(storage)
                 storage.tensors.append(t)
                 storage.end = max(placed.released(self._last(t, i)), end)
                 self.found[t] = storage
@@ -98,12 +98,12 @@ class _Lives:
 
     def _input(self, leaf: Tensor) -> Storage:
         space, end = self.placed.home[leaf].space, self.placed.released(self._last(leaf, 0))
-        given = leaf.label, "input", "input", space, leaf.spec.nbytes, 0, end
-        self.found[leaf] = Storage(*given, self.arena_of(leaf.label), [leaf])
+        fields = leaf.label, "input", "input", space, leaf.spec.nbytes, 0, end
+        self.found[leaf] = Storage(*fields, self.arena_of(leaf.label), [leaf])
         return self.found[leaf]
 
     def _dying(
-        self, step: Step, index: int, i: int, taken: set[Storage], arena: str
+        self, step: Step, index: int, i: int, reused: set[Storage], arena: str
     ) -> Storage | None:
         """The storage of an input that result `index` may reuse: last read here, once, whole and dense, and by no
         other step since a barrier, for that may run at the same time."""
@@ -111,17 +111,17 @@ class _Lives:
         for candidate in step.op.inplace.get(index, ()):
             t = step.inputs[candidate]
             storage = None if t is None else self.found.get(t.base)
-            if t is None or storage is None or storage in taken or storage.arena != arena:
+            if t is None or storage is None or storage in reused or storage.arena != arena:
                 continue
             *before, last = self.reads[t.base][-2:]
-            alone = last == i and (not before or released(before[0]) <= i)
-            whole = (
+            is_last_read = last == i and (not before or released(before[0]) <= i)
+            is_same_layout = (
                 t.dense
                 and t.offset == 0
                 and t.spec == result.spec
                 and t.spec.nbytes == t.base.spec.nbytes
             )
-            if whole and alone and storage.nbytes == result.spec.nbytes:
+            if is_same_layout and is_last_read and storage.nbytes == result.spec.nbytes:
                 return storage
         return None
 

@@ -19,9 +19,9 @@ Needs = Sequence[Sequence[int]]  # for each call, those that must come before it
 
 def least_order(graph: Graph, target: Target = CPU) -> list[int]:
     """The sequence for `place` with the least lower bound: the written order, unless another one needs less."""
-    written, *others = map(_sequence, orders(graph))
-    best = min((written, *others), key=lambda sequence: _bound(graph, target, sequence))
-    packed = {id(one): _nbytes(graph, target, one) for one in (written, best)}
+    written, *alternatives = map(_sequence, orders(graph))
+    best = min((written, *alternatives), key=lambda sequence: _bound(graph, target, sequence))
+    packed = {id(call_order): _nbytes(graph, target, call_order) for call_order in (written, best)}
     return best if packed[id(best)] < packed[id(written)] else written
 
 
@@ -29,8 +29,8 @@ def orders(graph: Graph) -> Iterator[list[int]]:
     """The written order; depth-first from the outputs, as listed, in reverse, and by size (Sethi and Ullman 1970)."""
     yield list(range(len(graph.calls)))
     needs, number = needed_before(graph), {call: i for i, call in enumerate(graph.calls)}
-    ends = (t.call for t in (*graph.outputs.values(), *graph.updates))
-    roots = list(dict.fromkeys(number[call] for call in ends if call is not None))
+    end_calls = (t.call for t in (*graph.outputs.values(), *graph.updates))
+    roots = list(dict.fromkeys(number[call] for call in end_calls if call is not None))
     yield depth_first(needs, roots, lambda calls: calls)
     yield depth_first(needs, roots, lambda calls: calls[::-1])
     gain = _gains(graph, needs)
@@ -61,10 +61,10 @@ def depth_first(
     order, done = list[int](), set[int]()
     stack = [(i, False) for i in reversed(arranged(roots))]
     while stack:
-        i, ready = stack.pop()
+        i, needs_done = stack.pop()
         if i in done:
             continue
-        if ready:
+        if needs_done:
             done.add(i)
             order.append(i)
             continue
@@ -77,15 +77,17 @@ def _gains(graph: Graph, needs: Needs) -> list[int]:
     """By how much each call's peak exceeds what it leaves, as if no value were read twice."""
     peak, left = list[int](), list[int]()
     for call, before in zip(graph.calls, needs, strict=True):
-        held = 0
-        most = 0
+        live_nbytes = 0
+        peak_nbytes = 0
         for k in sorted(before, key=lambda k: left[k] - peak[k]):
-            most = max(most, held + peak[k])
-            held += left[k]
-        own = 0 if call.op.view else sum(t.spec.nbytes for t in call.results if not t.base.kind)
-        peak.append(max(most, held + own))
-        left.append(held if call.op.view else own)
-    return [most - rest for most, rest in zip(peak, left, strict=True)]
+            peak_nbytes = max(peak_nbytes, live_nbytes + peak[k])
+            live_nbytes += left[k]
+        result_nbytes = (
+            0 if call.op.view else sum(t.spec.nbytes for t in call.results if not t.base.kind)
+        )
+        peak.append(max(peak_nbytes, live_nbytes + result_nbytes))
+        left.append(live_nbytes if call.op.view else result_nbytes)
+    return [peak_nbytes - rest for peak_nbytes, rest in zip(peak, left, strict=True)]
 
 
 def _sequence(order: list[int]) -> list[int]:
@@ -98,8 +100,8 @@ def _bound(graph: Graph, target: Target, sequence: list[int]) -> int:
     placed, total = place(graph, target, sequence), 0
     stored = storages(placed)
     for space, alignment in {(b.space, b.alignment) for b in placed.home.values()}:
-        here = columns([s for s in stored if s.space == space], alignment)
-        total += lower_bound(*here)[0]
+        lifetimes = columns([s for s in stored if s.space == space], alignment)
+        total += lower_bound(*lifetimes)[0]
     return total
 
 

@@ -69,9 +69,9 @@ class Arena:
         return self.weight_nbytes + self.state_nbytes + self.constant_nbytes + self.pool_nbytes
 
     def __str__(self) -> str:
-        where = f"{self.space}: arena {self.name}".rstrip()
+        arena_label = f"{self.space}: arena {self.name}".rstrip()
         return (
-            f"{where} {size_text(self.nbytes)}, gap {self.gap:.2%} over the lower bound "
+            f"{arena_label} {size_text(self.nbytes)}, gap {self.gap:.2%} over the lower bound "
             f"{size_text(self.lower_bound)} at step {self.peak_step}; outside it {size_text(self.outside)}"
         )
 
@@ -167,44 +167,49 @@ def make_plan(
     arenas  name of a tensor -> name of its arena in the space where it lives; others are in one without a name
     """
     arena_of = arenas if callable(arenas) else lambda name: arenas.get(name, "")
-    found = storages(placed, reuse=reuse, arena_of=arena_of)
+    all_storages = storages(placed, reuse=reuse, arena_of=arena_of)
     if not callable(arenas):
-        _check_known(arenas, found, placed)
+        _check_known(arenas, all_storages, placed)
     buffers: list[Buffer] = []
-    made: list[Arena] = []
+    arena_list: list[Arena] = []
     alignments = {b.space: b.alignment for b in placed.home.values()}
-    places = {(space, "") for space in alignments} | {(s.space, s.arena) for s in found}
+    places = {(space, "") for space in alignments} | {(s.space, s.arena) for s in all_storages}
     for place in sorted(places):
-        here = [s for s in found if (s.space, s.arena) == place]
-        start, end, size = columns(here, alignments[place[0]])
+        members = [s for s in all_storages if (s.space, s.arena) == place]
+        start, end, size = columns(members, alignments[place[0]])
         offsets = packer(start, end, size) if reuse else np.cumsum(size) - size
         outside = _outside(placed, place, alignments[place[0]])
         bounds = height(size, offsets), *lower_bound(start, end, size)
         pool = 0 if place[1] else pool_nbytes(placed.steps, place[0])
-        made.append(Arena(place[0], *bounds, *outside, place[1], pool))
-        for s, offset in zip(here, offsets.tolist(), strict=True):
+        arena_list.append(Arena(place[0], *bounds, *outside, place[1], pool))
+        for s, offset in zip(members, offsets.tolist(), strict=True):
             tensors = tuple(placed.names[t] for t in s.tensors)
-            given = s.name, s.op, s.category, s.space, s.start, s.end, offset, s.nbytes, tensors
-            buffers.append(Buffer(*given, s.arena))
-    return Plan(placed.fingerprint, len(placed.steps), tuple(made), tuple(buffers))
+            fields = s.name, s.op, s.category, s.space, s.start, s.end, offset, s.nbytes, tensors
+            buffers.append(Buffer(*fields, s.arena))
+    return Plan(placed.fingerprint, len(placed.steps), tuple(arena_list), tuple(buffers))
 
 
 def pool_nbytes(steps: Iterable[Step], space: str) -> int:
     """What the kernels of these steps take of a space beside their workspaces."""
-    there = [s for s in steps if s.backend.space == space and not s.alone]
-    return sum(b.pool(s.made for s in there if s.backend is b) for b in {s.backend for s in there})
+    pooled_steps = [s for s in steps if s.backend.space == space and not s.alone]
+    return sum(
+        b.pool(s.made for s in pooled_steps if s.backend is b)
+        for b in {s.backend for s in pooled_steps}
+    )
 
 
-def _check_known(arenas: Mapping[str, str], found: list[Storage], placed: Placed) -> None:
-    known = {s.name for s in found} | {placed.names[t] for s in found for t in s.tensors}
-    if unknown := sorted(arenas.keys() - known):
+def _check_known(arenas: Mapping[str, str], all_storages: list[Storage], placed: Placed) -> None:
+    valid_names = {s.name for s in all_storages} | {
+        placed.names[t] for s in all_storages for t in s.tensors
+    }
+    if unknown := sorted(arenas.keys() - valid_names):
         raise GraphError(f"arenas names {', '.join(unknown)}, which has no bytes in an arena")
 
 
 def _outside(placed: Placed, place: Place, alignment: int) -> tuple[int, int, int]:
     """Bytes of weights, states and constants of a space, each a multiple of the alignment."""
-    found = {"weight": 0, "state": 0, "constant": 0, "input": 0}
+    nbytes_by_kind = {"weight": 0, "state": 0, "constant": 0, "input": 0}
     for leaf in placed.graph.leaves:
         if (placed.home[leaf].space, "") == place:
-            found[str(leaf.kind)] += aligned(leaf.spec.nbytes, alignment)
-    return found["weight"], found["state"], found["constant"]
+            nbytes_by_kind[str(leaf.kind)] += aligned(leaf.spec.nbytes, alignment)
+    return nbytes_by_kind["weight"], nbytes_by_kind["state"], nbytes_by_kind["constant"]

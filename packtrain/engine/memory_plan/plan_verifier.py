@@ -85,7 +85,7 @@ class _Replay:
 
     def _write(self, i: int, step: Step, read: set[Tensor]) -> None:
         who = f"step {i} {step.op.name}"
-        taken: list[tuple[str, Extent]] = []
+        written: list[tuple[str, Extent]] = []
         stored = [t for t in step.results if self._is_stored(step, t, read)]
         for t in stored:
             extent = self._extent(t)
@@ -97,7 +97,7 @@ class _Replay:
                     raise PlanError(
                         f"{who}: result {self._name(t)} overwrites input {name} while it is read"
                     )
-            self._check_apart(who, self._name(t), extent, taken)
+            self._check_apart(who, self._name(t), extent, written)
         for spec, b in self._workspace(i, step):
             extent = self._clip(b)
             if b.nbytes < spec.nbytes:
@@ -105,7 +105,7 @@ class _Replay:
             for x in filter(_in_arena, step.reads):
                 if _overlap(extent, self._extent(x.base)):
                     raise PlanError(f"{who}: workspace overwrites input {self._name(x)}")
-            self._check_apart(who, "workspace", extent, taken)
+            self._check_apart(who, "workspace", extent, written)
             self._use(b, i)
             self.owner[extent[0]][extent[1] : extent[2]] = WORK
         for t in stored:
@@ -146,12 +146,12 @@ class _Replay:
         return zip(specs, buffers, strict=True)
 
     def _check_apart(
-        self, who: str, name: str, extent: Extent, taken: list[tuple[str, Extent]]
+        self, who: str, name: str, extent: Extent, written: list[tuple[str, Extent]]
     ) -> None:
-        for other, there in taken:
-            if _overlap(extent, there):
+        for other, other_extent in written:
+            if _overlap(extent, other_extent):
                 raise PlanError(f"{who}: {name} and {other} share bytes")
-        taken.append((name, extent))
+        written.append((name, extent))
 
     def _own(self, t: Tensor) -> None:
         space, first, last = self._extent(t)
@@ -186,8 +186,8 @@ class _Replay:
                 )
         for a in self.plan.arenas:
             alive, unit = [0] * (self.plan.steps + 2), self.units[a.space]
-            here = [b for b in self.plan.buffers if b.place == a.place]
-            for b in here:
+            arena_buffers = [b for b in self.plan.buffers if b.place == a.place]
+            for b in arena_buffers:
                 nbytes = max(-(-b.nbytes // unit), 1) * unit
                 for i in range(b.start, b.end):
                     alive[i] += nbytes
@@ -249,11 +249,11 @@ def _group_ends(placed: Placed) -> list[int]:
     """For each step, the number of steps up to the next barrier."""
     count = len(placed.steps)
     stops = set(range(count + 1) if placed.barriers is None else placed.barriers) | {count}
-    ends, end = [0] * count, count
+    end_steps, end = [0] * count, count
     for i in reversed(range(count)):
         end = i + 1 if i + 1 in stops else end
-        ends[i] = end
-    return ends
+        end_steps[i] = end
+    return end_steps
 
 
 def _leaf_extent(t: Tensor) -> Extent:
@@ -261,8 +261,8 @@ def _leaf_extent(t: Tensor) -> Extent:
     return ("leaf", t.base.label), 0, 1
 
 
-def _any_overlap(some: list[Extent], others: list[Extent]) -> bool:
-    return any(_overlap(a, b) for a in some for b in others)
+def _any_overlap(extents: list[Extent], other_extents: list[Extent]) -> bool:
+    return any(_overlap(a, b) for a in extents for b in other_extents)
 
 
 def _in_arena(t: Tensor) -> bool:
@@ -275,6 +275,6 @@ def _overlap(a: Extent, b: Extent) -> bool:
 
 def _may_overwrite(step: Step, k: int, x: Tensor, t: Tensor) -> bool:
     """Whether the op allows t over its input k, and x is that whole input, read once."""
-    whole = x.spec == t.spec and x.dense and x.offset == 0
-    once = sum(r.base is x.base for r in step.reads) == 1
-    return k in step.op.inplace.get(t.index, ()) and whole and once
+    is_same_layout = x.spec == t.spec and x.dense and x.offset == 0
+    is_read_once = sum(r.base is x.base for r in step.reads) == 1
+    return k in step.op.inplace.get(t.index, ()) and is_same_layout and is_read_once

@@ -14,10 +14,13 @@ from packtrain.kernels.counter import uniform_numpy
 GELU_CUBE, GELU_FACTOR = 0.044715, (8 / np.pi) ** 0.5  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
 
-def _same(*given: Tensor) -> Spec:
-    listed = ", ".join(str(t.spec) for t in given)
-    want(len({t.spec for t in given}) == 1 and given[0].dtype == f32, f"{listed} must be equal f32")
-    return given[0].spec
+def _same(*tensors: Tensor) -> Spec:
+    listed = ", ".join(str(t.spec) for t in tensors)
+    want(
+        len({t.spec for t in tensors}) == 1 and tensors[0].dtype == f32,
+        f"{listed} must be equal f32",
+    )
+    return tensors[0].spec
 
 
 def _silu(gate):
@@ -73,8 +76,8 @@ def geglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
 def _declare(gated, gelu, numpy_sigmoid, torch_activation):
     """The rules of a gated activation; `numpy_sigmoid` is _silu or _gelu."""
 
-    def run(*given):
-        return again(kernels.elementwise.gated, gelu, *map(flat, given))
+    def run(*args):
+        return again(kernels.elementwise.gated, gelu, *map(flat, args))
 
     def run_with_torch(y, gate, up):
         torch.mul(torch_activation(gate), up, out=y)
@@ -96,12 +99,12 @@ def _declare_back(back, gelu, numpy_sigmoid, torch_activation, torch_back):
 
     def in_numpy(out, dy, gate, up):
         s, by = numpy_sigmoid(gate)
-        both = dy * up * s * (1 + by * (1 - s)), dy * gate * s
-        for d, value in zip(out, both, strict=True):
+        grads = dy * up * s * (1 + by * (1 - s)), dy * gate * s
+        for d, value in zip(out, grads, strict=True):
             d[...] = value
 
-    def run(out, *given):
-        kernels.elementwise.gated_back(gelu, *map(flat, (*out, *given)))
+    def run(out, *inputs):
+        kernels.elementwise.gated_back(gelu, *map(flat, (*out, *inputs)))
 
     def run_with_torch(out, dy, gate, up):
         dup = dy * torch_activation(gate)

@@ -59,10 +59,10 @@ def factors(a, b, precision, rounded):
     """Pairs whose products are summed; see `rounded`."""
     if precision == "f32":
         return ((a, b),)
-    high, others = rounded(a), rounded(b)
+    high, rounded_b = rounded(a), rounded(b)
     if precision == "bf16":
-        return ((high, others),)
-    return (high, rounded(b - others)), (rounded(a - high), others), (high, others)
+        return ((high, rounded_b),)
+    return (high, rounded(b - rounded_b)), (rounded(a - high), rounded_b), (high, rounded_b)
 
 
 def rounded(x):
@@ -93,21 +93,21 @@ def packed(w):
 def assigned(function):
     """A kernel that assigns what the function gives."""
 
-    def run(y, *given, **attrs):
-        y[...] = function(*given, **attrs)
+    def run(y, *args, **attrs):
+        y[...] = function(*args, **attrs)
 
     return run
 
 
-def again(function, *given, check=None):
+def again(function, *args, check=None):
     """Call it, and return the call: a kernel that returns this is run so from then on, while its arrays stay.
 
     check  is given what the function returns, which is negative where all is well
     """
-    call = plain = partial(function, *given)
+    call = unchecked_call = partial(function, *args)
     if check is not None:
-        call = partial(_checked, check, plain)
-        call.plain = plain
+        call = partial(_checked, check, unchecked_call)
+        call.plain = unchecked_call
     call()
     return call
 
@@ -128,10 +128,10 @@ def start_with(y, acc):
         return True
     # not __array_interface__: each access leaves a tombstone in the interpreter's table of interned strings, which is
     # doubled when full, in the middle of a run
-    same = y.ctypes.data == acc.ctypes.data
-    if not same:
+    in_place = y.ctypes.data == acc.ctypes.data
+    if not in_place:
         np.copyto(y, acc)
-    return same
+    return in_place
 
 
 def noise(name: str) -> int:

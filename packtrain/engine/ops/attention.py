@@ -112,10 +112,10 @@ def attention_vjp(dy, y, q, k, v, *where, **rule):
 def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The gradient of sinks (H,): - sum of exp(sinks - lse) * sum(dy * y) over batch and queries."""
     b, h, t = lse.shape
-    along = reshape(sum_rows(mul(dy, y)), shape=(b, t, h))
+    dy_dot_y = reshape(sum_rows(mul(dy, y)), shape=(b, t, h))
     share = exp(sub(reshape(sinks, shape=(h, 1)), lse))
-    made = mul(share, cont(permute(along, axes=(0, 2, 1))))
-    return neg(reshape(sum_to(made, shape=(h, 1)), shape=(h,)))
+    grads = mul(share, cont(permute(dy_dot_y, axes=(0, 2, 1))))
+    return neg(reshape(sum_to(grads, shape=(h, 1)), shape=(h,)))
 
 
 def reach(q_pos, window):
@@ -140,7 +140,7 @@ def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
     return hidden[:, None]
 
 
-def _probabilities(q, k, where, sinks, scale, window, softcap):
+def _probabilities(q, k, positions, sinks, scale, window, softcap):
     """P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of z by the scores.
 
     P is 0 for a query without keys, and lse without a sink.
@@ -150,7 +150,7 @@ def _probabilities(q, k, where, sinks, scale, window, softcap):
     if softcap:
         capped = np.tanh(z / softcap)
         z, slope = softcap * capped, 1 - capped**2
-    z = np.where(_hidden(q, k, *where, window), -np.inf, z)
+    z = np.where(_hidden(q, k, *positions, window), -np.inf, z)
     sink = -np.inf if sinks is None else sinks[:, None, None]
     top = np.maximum(z.max(-1, keepdims=True), sink)
     top = np.where(np.isinf(top), 0, top)
@@ -179,8 +179,8 @@ def _where(q_pos, k_pos, q_seq, k_seq, length):
 def attention_cpu(out, q, k, v, *where, scale, window, softcap):
     keys, values = k.view(np.uint8), v.view(np.uint8)
     *places, sinks = where
-    given = *_where(*places), flat_or_absent(sinks), scale, window, softcap
-    kernels.attention.attention(*out, q, keys, values, *given)
+    args = *_where(*places), flat_or_absent(sinks), scale, window, softcap
+    kernels.attention.attention(*out, q, keys, values, *args)
 
 
 attention.kernel("torch")(torch_attention.attention)
@@ -229,11 +229,11 @@ def attention_cost(out, q, k, v, *where, scale, window, softcap):
 
 @attention.samples
 def attention_samples():
-    for qkv, where, rule in _samples():
-        yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5, **rule)[0]
+    for qkv, positions, rule in _samples():
+        yield attention(*qkv, *positions, scale=qkv[0].shape[-1] ** -0.5, **rule)[0]
         sinks = input("sinks", qkv[0].shape[2:3])
         scale = qkv[0].shape[-1] ** -0.5
-        places = (*where, *(None,) * (5 - len(where)))
+        places = (*positions, *(None,) * (5 - len(positions)))
         yield attention(*qkv, *places, sinks, scale=scale, **rule)[0]
 
 
@@ -269,8 +269,8 @@ def attention_back(
 
 @attention_back.kernel("numpy")
 def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale, **rule):
-    p, without, wide_k, slope = _probabilities(q, k, where, None, scale, **rule)
-    p = p * np.exp(without - lse)[..., None]  # with a sink, they add up to less than 1
+    p, lse_without_sinks, wide_k, slope = _probabilities(q, k, where, None, scale, **rule)
+    p = p * np.exp(lse_without_sinks - lse)[..., None]  # with a sink, they add up to less than 1
     group = q.shape[2] // k.shape[2]
     wide_v = np.repeat(v, group, axis=2).swapaxes(1, 2)
     dy, y, q = dy.swapaxes(1, 2), y.swapaxes(1, 2), q.swapaxes(1, 2)
@@ -284,9 +284,9 @@ def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale, **rule):
 @attention_back.workspace("cpu")
 def attention_back_work(dy, y, lse, q, k, *others, **rule):
     """With few kv heads in all, dk and dv of each query head, so that there are tasks enough."""
-    (b, s, heads, d), own = k.shape, q.shape[2]
-    few = b * heads < FEW_HEADS and own > heads
-    return (Spec((b, s, own, d)),) * 2 if few else ()
+    (b, s, heads, d), q_heads = k.shape, q.shape[2]
+    few_heads = b * heads < FEW_HEADS and q_heads > heads
+    return (Spec((b, s, q_heads, d)),) * 2 if few_heads else ()
 
 
 @attention_back.kernel("cpu")
@@ -309,7 +309,7 @@ def attention_back_cost(out, dy, y, lse, q, k, v, *where, scale, window, softcap
 
 @attention_back.samples
 def attention_back_samples():
-    for (q, k, v), where, others in _samples():
-        rule = {"scale": q.shape[-1] ** -0.5, **others}
-        y, lse = attention(q, k, v, *where, **rule)
-        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *where, **rule)
+    for (q, k, v), positions, attrs in _samples():
+        rule = {"scale": q.shape[-1] ** -0.5, **attrs}
+        y, lse = attention(q, k, v, *positions, **rule)
+        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *positions, **rule)

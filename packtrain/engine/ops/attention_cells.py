@@ -51,8 +51,8 @@ def attention_cells(
     _want_cells(q, k, v, sinks)
     (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]
     shapes = {"q_pos": (t,), "q_row": (t,), "order": (rows, s), "counts": (rows,), "k_pos": (s,)}
-    given = q_pos, q_row, order, counts, k_pos
-    for (name, shape), ids in zip(shapes.items(), given, strict=True):
+    indices = q_pos, q_row, order, counts, k_pos
+    for (name, shape), ids in zip(shapes.items(), indices, strict=True):
         fits = Spec(shape, i32)
         want(ids.spec == fits, f"{name} is {ids.spec}; it must be {fits}")
     want(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
@@ -82,8 +82,8 @@ def attention_cells_numpy(
 def attention_cells_cpu(y, q, k, v, *where, scale, window, softcap):
     keys, values = (x.view(np.uint8).reshape(*x.shape[:2], -1) for x in (k, v))
     *places, sinks = where
-    given = y, q, keys, values, *places, flat_or_absent(sinks), scale, window, softcap
-    return again(kernels.attention_cells.attention, *given)
+    args = y, q, keys, values, *places, flat_or_absent(sinks), scale, window, softcap
+    return again(kernels.attention_cells.attention, *args)
 
 
 attention_cells.kernel("torch")(torch_attention.attention_cells)
@@ -108,7 +108,7 @@ def _sample_cells(random):
 @attention_cells.samples
 def attention_cells_samples():
     random = np.random.default_rng(1)
-    where = _sample_cells(random)
+    cell_args = _sample_cells(random)
     for t, h, kv, d in (
         (1, 2, 1, 64),
         (5, 4, 2, 20),
@@ -118,8 +118,8 @@ def attention_cells_samples():
     ):
         k, v = (input(name, (150, kv, d)) for name in "kv")
         at, row = np.linspace(149, -1, t).astype(int), np.arange(t) * 4 // t
-        ids = constant("q_pos", at, i32), constant("q_row", row, i32), *where
-        for how in ({}, {"window": 40, "softcap": 1.5}, {"window": -40}):
+        ids = constant("q_pos", at, i32), constant("q_row", row, i32), *cell_args
+        for attrs in ({}, {"window": 40, "softcap": 1.5}, {"window": -40}):
             q = input("q", (t, h, d))
-            yield attention_cells(q, k, v, *ids, scale=d**-0.5, **how)
-            yield attention_cells(q, k, v, *ids, input("sinks", (h,)), scale=d**-0.5, **how)
+            yield attention_cells(q, k, v, *ids, scale=d**-0.5, **attrs)
+            yield attention_cells(q, k, v, *ids, input("sinks", (h,)), scale=d**-0.5, **attrs)

@@ -70,15 +70,15 @@ def draw(ids: Tensor, x: Tensor, numbers: Tensor, counts: Tensor) -> Spec:
     n = x.shape[0] if len(x.shape) == 2 else 0
     fits = ids.spec == Spec(x.shape, i32) and x.dtype == f32 and n > 0 and x.shape[1] > 0
     fits = fits and numbers.spec == Spec((n, 3), f64) and counts.spec == Spec((n, 3), i64)
-    given = ", ".join(f"{t.spec}" for t in (ids, x, numbers, counts))
-    want(fits, f"the inputs are {given}; i32[N, k], f32[N, k], f64[N, 3], i64[N, 3] are needed")
+    specs = ", ".join(f"{t.spec}" for t in (ids, x, numbers, counts))
+    want(fits, f"the inputs are {specs}; i32[N, k], f32[N, k], f64[N, 3], i64[N, 3] are needed")
     return Spec((n,), i32)
 
 
 @draw.kernel("numpy")
 def draw_numpy(y, ids, x, numbers, counts):
-    each = zip(x.astype(float), numbers.tolist(), counts.tolist(), strict=True)
-    for row, (logits, (temp, top_p, min_p), (k, seed, index)) in enumerate(each):
+    row_settings = zip(x.astype(float), numbers.tolist(), counts.tolist(), strict=True)
+    for row, (logits, (temp, top_p, min_p), (k, seed, index)) in enumerate(row_settings):
         if logits[0] == np.inf:
             y[row] = -1 - ids[row, 0]
             continue

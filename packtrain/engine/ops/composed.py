@@ -50,8 +50,10 @@ def upscale(x: Tensor, *, factor: int) -> Tensor:
     fact = f"x is {x.spec}, factor {factor}; x needs two axes, factor 1 or more"
     demand("upscale", len(x.shape) > 1 <= factor, fact, x)
     *lead, h, w = x.shape
-    many = broadcast_to(reshape(x, shape=(*lead, h, 1, w, 1)), shape=(*lead, h, factor, w, factor))
-    return reshape(cont(many), shape=(*lead, h * factor, w * factor))
+    broadcast = broadcast_to(
+        reshape(x, shape=(*lead, h, 1, w, 1)), shape=(*lead, h, factor, w, factor)
+    )
+    return reshape(cont(broadcast), shape=(*lead, h * factor, w * factor))
 
 
 def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
@@ -92,6 +94,9 @@ def alibi(x: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:
 def alibi_slopes(heads: int, *, largest: float = 8.0) -> list[float]:
     """The slope of each head, as ggml_soft_max_ext finds them from max_bias = `largest`."""
     demand("alibi_slopes", heads > 0, f"heads is {heads}; it must be at least 1")
-    near = 2 ** math.floor(math.log2(heads))
-    first, second = 2 ** (-largest / near), 2 ** (-largest / 2 / near)
-    return [first ** (h + 1) if h < near else second ** (2 * (h - near) + 1) for h in range(heads)]
+    nearest_power = 2 ** math.floor(math.log2(heads))
+    first, second = 2 ** (-largest / nearest_power), 2 ** (-largest / 2 / nearest_power)
+    return [
+        first ** (h + 1) if h < nearest_power else second ** (2 * (h - nearest_power) + 1)
+        for h in range(heads)
+    ]

@@ -31,16 +31,16 @@ def _work(y: Tensor, w: Tensor) -> costs.Cost:
 
 def _cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
     """Images, filters and attributes: edges, steps, and more than a panel of channels or filters."""
-    apart = {"stride": (3, 2), "padding": (2, 3), "dilation": (2, 1)}
-    for image, filters, how in (
+    strided_attrs = {"stride": (3, 2), "padding": (2, 3), "dilation": (2, 1)}
+    for image, filters, attrs in (
         ((2, 3, 5, 6), (4, 3, 3, 2), {}),
-        ((2, 2, 9, 11), (3, 2, 3, 4), apart),
+        ((2, 2, 9, 11), (3, 2, 3, 4), strided_attrs),
         ((3, 1, 28, 28), (8, 1, 3, 3), {"padding": (1, 1)}),
         ((1, 33, 5, 6), (17, 33, 3, 3), {"padding": (1, 1)}),
         ((1, 2, 4, 5), (260, 2, 2, 2), {}),
         ((1, 1, 18, 19), (2, 1, 17, 16), {}),
     ):
-        yield input("x", image), input("w", filters), how
+        yield input("x", image), input("w", filters), attrs
 
 
 @op()
@@ -118,11 +118,11 @@ def conv_2d_back_vjp(ddx, dx, dy, w, *, size, **how):
 @conv_2d_back.kernel("numpy")
 def conv_2d_back_numpy(dx, dy, w, *, size, stride, padding, dilation):
     (h, ph), (width, pw) = zip(size, padding, strict=True)
-    whole = np.zeros((*dx.shape[:2], h + 2 * ph, width + 2 * pw), dx.dtype)
-    seen = windows(whole, w.shape[2:], stride, (0, 0), dilation, writeable=True)
+    padded = np.zeros((*dx.shape[:2], h + 2 * ph, width + 2 * pw), dx.dtype)
+    seen = windows(padded, w.shape[2:], stride, (0, 0), dilation, writeable=True)
     for a, b in product(*map(range, w.shape[2:])):
         seen[..., a, b] += np.einsum("nohw,oc->nchw", dy, w[:, :, a, b], optimize=True)
-    dx[...] = whole[:, :, ph : ph + h, pw : pw + width]
+    dx[...] = padded[:, :, ph : ph + h, pw : pw + width]
 
 
 @conv_2d_back.kernel("cpu")
@@ -136,8 +136,8 @@ def conv_2d_back_cpu(dx, dy, w, *, size, **how):
 
 @conv_2d_back.kernel("torch")
 def conv_2d_back_torch(dx, dy, w, *, size, **how):
-    some = dy.numel() * w.numel()
-    dx.copy_(torch.nn.grad.conv2d_input(dx.shape, w, dy, **how)) if some else dx.zero_()
+    is_nonempty = dy.numel() * w.numel()
+    dx.copy_(torch.nn.grad.conv2d_input(dx.shape, w, dy, **how)) if is_nonempty else dx.zero_()
 
 
 conv_2d_back.cost(lambda dx, dy, w, **how: _work(dy, w))
@@ -145,8 +145,8 @@ conv_2d_back.cost(lambda dx, dy, w, **how: _work(dy, w))
 
 @conv_2d_back.samples
 def conv_2d_back_samples():
-    for x, w, how in _cases():
-        y = conv_2d(x, w, **how)
+    for x, w, attrs in _cases():
+        y = conv_2d(x, w, **attrs)
         yield conv_2d_back(input("dy", y.shape), w, size=x.shape[2:], **y.call.attrs)
 
 
@@ -179,16 +179,16 @@ def conv_2d_back_w_numpy(dw, dy, x, *, window, **how):
 @conv_2d_back_w.kernel("cpu")
 def conv_2d_back_w_cpu(dw, dy, x, *, window, work, **how):
     sizes = sizes_of(x.shape, dy.shape[2:], window, **how)
-    given = flat(dw), flat(work[0]), flat(dy), flat(x)
+    args = flat(dw), flat(work[0]), flat(dy), flat(x)
     if not dw.size:
         return
-    kernels.convolution.conv_back_w(*given, *_counts(dy, dw), sizes)
+    kernels.convolution.conv_back_w(*args, *_counts(dy, dw), sizes)
 
 
 @conv_2d_back_w.kernel("torch")
 def conv_2d_back_w_torch(dw, dy, x, *, window, **how):
-    some = dy.numel() * x.numel()
-    dw.copy_(torch.nn.grad.conv2d_weight(x, dw.shape, dy, **how)) if some else dw.zero_()
+    is_nonempty = dy.numel() * x.numel()
+    dw.copy_(torch.nn.grad.conv2d_weight(x, dw.shape, dy, **how)) if is_nonempty else dw.zero_()
 
 
 conv_2d_back_w.cost(lambda dw, dy, x, **how: _work(dy, dw))
@@ -196,8 +196,8 @@ conv_2d_back_w.cost(lambda dw, dy, x, **how: _work(dy, dw))
 
 @conv_2d_back_w.samples
 def conv_2d_back_w_samples():
-    for x, w, how in _cases():
-        y = conv_2d(x, w, **how)
+    for x, w, attrs in _cases():
+        y = conv_2d(x, w, **attrs)
         yield conv_2d_back_w(input("dy", y.shape), x, window=w.shape[2:], **y.call.attrs)
 
 

@@ -89,8 +89,11 @@ def product_with(m: int, w: Tensor, count: int = 1) -> Cost:
     n, k = w.shape[-2:]
     if w.dtype == f32:
         count = count if len(w.shape) > 2 else 1
-        one = product(m // max(count, 1), n, k)
-        return Cost({kind: count * amount for kind, amount in one.work.items()}, tasks=one.tasks)
+        product_cost = product(m // max(count, 1), n, k)
+        return Cost(
+            {kind: count * amount for kind, amount in product_cost.work.items()},
+            tasks=product_cost.tasks,
+        )
     tasks = 1 if n * k * (m + UNPACKING) < PACKED_SMALL else math.inf
     work = {"multiply": multiplied(m, n, k), laying(w.dtype): float(n * k)}
     work["pack"] = float(m * k * -(-n // BROAD))
@@ -118,17 +121,17 @@ def head(
     tiled, back = in_tiles(precision, c), dx is not None or dw is not None
     chunk = rows_at_once(v, c, n, chunk, tiled)
     chunks, logits, times = -(-n // chunk), float(n * v), 1 + (tiled and back)
-    laid, kept = laying(w.dtype), 0.0 if tiled else 4.0 * logits
+    layout_work, logits_nbytes = laying(w.dtype), 0.0 if tiled else 4.0 * logits
     work = {"multiply": times * multiplied(n, v, c), "exp": logits}
     work["pack"] = float(n * c * (2 if tiled else -(-v // SLICE)))
-    work[laid] = work.get(laid, 0.0) + times * chunks * v * c
-    nbytes = 3.0 * kept
+    work[layout_work] = work.get(layout_work, 0.0) + times * chunks * v * c
+    nbytes = 3.0 * logits_nbytes
     if back:
         work["exp"] += logits
-        nbytes += 2.0 * kept
+        nbytes += 2.0 * logits_nbytes
     if dx is not None:
         work["multiply"] += multiplied(n, c, v)
-        work[laid] += chunks * v * c
+        work[layout_work] += chunks * v * c
         work["pack"] += logits * (1 if tiled else -(-c // BROAD))
     if dw is not None:
         work["multiply"] += chunks * multiplied(v, c, n / chunks)
@@ -155,8 +158,8 @@ def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple
     rows = rows_at_once(v, c, n, chunk, tiled)
     if not tiled:
         return (rows, v), (rows, c), (parts(v), rows, c)
-    whole = (-(-size // TILE) * TILE for size in (rows, c))
-    return (2 * parts(v) + 1, rows), (1, *whole), (parts(v), rows, c)
+    padded = (-(-size // TILE) * TILE for size in (rows, c))
+    return (2 * parts(v) + 1, rows), (1, *padded), (parts(v), rows, c)
 
 
 def parts(v: int) -> int:
@@ -186,7 +189,7 @@ def queries(d: int) -> int:
 def elementwise(times: float = 1.0) -> Rule:
     """Cost rule: `times` functions such as exp per element of the first input."""
 
-    def rule(out: object, x: Tensor, *others: object, **attrs: object) -> Cost:
+    def rule(out: object, x: Tensor, *other_inputs: object, **attrs: object) -> Cost:
         tasks = 1 if x.spec.size <= SERIAL else math.inf
         return Cost({"exp": times * x.spec.size}, tasks=tasks)
 

@@ -22,10 +22,13 @@ def _sizes(x, beta, groups, width):
 def _check(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: int) -> int:
     """H P, the width of y."""
     heads, p = _sizes(x, beta, groups, width)
-    each = Spec((*x.shape[:-1], heads))
+    required_spec = Spec((*x.shape[:-1], heads))
     want(x.dtype == f32, f"x is {x.spec}; it must be f32[..., W]")
-    fits = decay.spec == beta.spec == each
-    want(fits, f"decay is {decay.spec} and beta {beta.spec}; for x {x.spec} they must be {each}")
+    fits = decay.spec == beta.spec == required_spec
+    want(
+        fits,
+        f"decay is {decay.spec} and beta {beta.spec}; for x {x.spec} they must be {required_spec}",
+    )
     want(groups > 0 < heads and heads % groups == 0, f"{groups} groups must divide {heads} heads")
     wide = heads * p + 2 * groups * width
     fits = p > 0 < width and x.shape[-1] == wide
@@ -36,13 +39,13 @@ def _check(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: int) -> i
 def _parts(x, heads, groups, width, tiled, eps):
     """Queries and keys of length 1 (..., H, N), those of each head's group, and values (..., H, P)."""
     lead, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
-    both = x[..., : 2 * groups * width].reshape(*lead, 2, groups, width)
-    both = both / xp.sqrt((both * both).sum(-1)[..., None] + eps)
+    q_and_k = x[..., : 2 * groups * width].reshape(*lead, 2, groups, width)
+    q_and_k = q_and_k / xp.sqrt((q_and_k * q_and_k).sum(-1)[..., None] + eps)
     at = np.arange(heads)
     group = at % groups if tiled else at // (heads // groups)
-    both = both[..., group if xp is np else torch.as_tensor(group, device=x.device), :]
+    q_and_k = q_and_k[..., group if xp is np else torch.as_tensor(group, device=x.device), :]
     values = x[..., 2 * groups * width :].reshape(*lead, heads, -1)
-    return both[..., 0, :, :] / math.sqrt(width), both[..., 1, :, :], values
+    return q_and_k[..., 0, :, :] / math.sqrt(width), q_and_k[..., 1, :, :], values
 
 
 def _steps(k, v, decay, beta, seq, first):
@@ -52,9 +55,9 @@ def _steps(k, v, decay, beta, seq, first):
         if t and seq is not None:
             s = s * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
         s = s * xp.exp(decay[:, t])[..., None, None]
-        wrong = v[:, t] - (s * k[:, t, :, None]).sum(-1)
-        s = s + (beta[:, t, :, None] * wrong)[..., None] * k[:, t, :, None]
-        yield wrong, s
+        residual = v[:, t] - (s * k[:, t, :, None]).sum(-1)
+        s = s + (beta[:, t, :, None] * residual)[..., None] * k[:, t, :, None]
+        yield residual, s
 
 
 def _read(s, q):
@@ -69,13 +72,13 @@ def _samples():
         seq = constant("seq", np.sort(random.integers(0, 4, (b, t)), axis=1), i32)
         x = input("x", (b, t, heads * p + 2 * groups * n))
         decay, beta = (
-            constant(name, random.uniform(*ends, (b, t, heads)).astype(np.float32))
-            for name, ends in (("decay", (-1, 0)), ("beta", (0, 1)))
+            constant(name, random.uniform(*bounds, (b, t, heads)).astype(np.float32))
+            for name, bounds in (("decay", (-1, 0)), ("beta", (0, 1)))
         )
-        how = {"groups": groups, "width": n, "eps": 0.01}
-        yield (x, decay, beta, None), how
-        yield (x, decay, beta, seq), how | {"tiled": True}
-    yield (x, input("decay", (b, t, heads)), input("beta", (b, t, heads)), None), how
+        attrs = {"groups": groups, "width": n, "eps": 0.01}
+        yield (x, decay, beta, None), attrs
+        yield (x, decay, beta, seq), attrs | {"tiled": True}
+    yield (x, input("decay", (b, t, heads)), input("beta", (b, t, heads)), None), attrs
 
 
 @op()
@@ -125,8 +128,8 @@ def delta_rule_work(x, decay, beta, *others, groups, width, **how):
 
 @delta_rule.kernel("cpu")
 def delta_rule_cpu(y, x, decay, beta, seq, *, groups, width, tiled, eps, work):
-    given = rows(y), *work, rows(x), rows(decay), rows(beta), flat_or_absent(seq, ABSENT_IDS)
-    kernels.delta.delta(*given, x.shape[1], groups, int(tiled), eps)
+    args = rows(y), *work, rows(x), rows(decay), rows(beta), flat_or_absent(seq, ABSENT_IDS)
+    kernels.delta.delta(*args, x.shape[1], groups, int(tiled), eps)
 
 
 @delta_rule.cost
@@ -161,52 +164,54 @@ def delta_rule_back_numpy(out, dy, x, decay, beta, seq, *, groups, width, tiled,
     heads, count = beta.shape[-1], beta.shape[1]
     q, k, v = _parts(x, heads, groups, width, tiled, eps)
     dy, first = dy.reshape(v.shape), v[:, 0, ..., None] * k[:, 0, :, None] * 0
-    made = [*_steps(k, v, decay, beta, seq, first)]
+    steps = [*_steps(k, v, decay, beta, seq, first)]
     of_q, of_k, of_v, slope = (np.zeros_like(a) for a in (q, k, v, first))
     for t in reversed(range(count)):
-        (wrong, s), by = made[t], beta[:, t, :, None]
-        kept = np.exp(decay[:, t])[..., None, None]
+        (residual, s), by = steps[t], beta[:, t, :, None]
+        decay_factor = np.exp(decay[:, t])[..., None, None]
         if t and seq is not None:
-            kept = kept * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
-        before = kept * made[t - 1][1] if t else first
+            decay_factor = decay_factor * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
+        before = decay_factor * steps[t - 1][1] if t else first
         of_q[:, t] = (dy[:, t, ..., None] * s).sum(2)
         slope = slope + dy[:, t, ..., None] * q[:, t, :, None]
         missing = _read(slope, k[:, t])
-        dbeta[:, t], of_v[:, t] = (missing * wrong).sum(-1), by * missing
-        of_k[:, t] = ((by * wrong)[..., None] * slope - (by * missing)[..., None] * before).sum(2)
+        dbeta[:, t], of_v[:, t] = (missing * residual).sum(-1), by * missing
+        of_k[:, t] = ((by * residual)[..., None] * slope - (by * missing)[..., None] * before).sum(
+            2
+        )
         slope = slope - (by * missing)[..., None] * k[:, t, :, None]
         ddecay[:, t] = (slope * before).sum((2, 3))
-        slope = slope * kept
+        slope = slope * decay_factor
     at = np.arange(heads)
     of = (at % groups if tiled else at // (heads // groups))[:, None] == np.arange(groups)
     wide, lead = groups * width, x.shape[:2]
     for number, (d, by) in enumerate(((of_q, 1 / math.sqrt(width)), (of_k, 1))):
-        mine = slice(number * wide, (number + 1) * wide)
+        columns = slice(number * wide, (number + 1) * wide)
         d = np.einsum("bthn,hg->btgn", d, of) * by
-        found = x[..., mine].reshape(d.shape)
-        inverse = 1 / np.sqrt((found * found).sum(-1, keepdims=True) + eps)
-        along = (d * found).sum(-1, keepdims=True) * inverse**3
-        dx[..., mine] = (d * inverse - found * along).reshape(*lead, wide)
+        unnormalized = x[..., columns].reshape(d.shape)
+        inverse = 1 / np.sqrt((unnormalized * unnormalized).sum(-1, keepdims=True) + eps)
+        projection = (d * unnormalized).sum(-1, keepdims=True) * inverse**3
+        dx[..., columns] = (d * inverse - unnormalized * projection).reshape(*lead, wide)
     dx[..., 2 * wide :] = of_v.reshape(*lead, -1)
 
 
 @delta_rule_back.kernel("cpu")
 def delta_rule_back_cpu(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps, work):
-    given = *map(rows, (*out,)), *work, *map(rows, (dy, x, decay, beta))
+    args = *map(rows, (*out,)), *work, *map(rows, (dy, x, decay, beta))
     ids = flat_or_absent(seq, ABSENT_IDS)
-    kernels.delta.delta_back(*given, ids, x.shape[1], groups, int(tiled), eps)
+    kernels.delta.delta_back(*args, ids, x.shape[1], groups, int(tiled), eps)
 
 
 @delta_rule_back.kernel("torch")
 def delta_rule_back_torch(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps):
     with torch.enable_grad():
-        given = [t.detach().requires_grad_() for t in (x, decay, beta)]
-        q, k, v = _parts(given[0], beta.shape[-1], groups, width, tiled, eps)
+        leaves = [t.detach().requires_grad_() for t in (x, decay, beta)]
+        q, k, v = _parts(leaves[0], beta.shape[-1], groups, width, tiled, eps)
         first = torch.zeros_like(v[:, 0, ..., None] * k[:, 0, :, None])
-        steps = enumerate(_steps(k, v, *given[1:], seq, first))
+        steps = enumerate(_steps(k, v, *leaves[1:], seq, first))
         y = torch.stack([_read(s, q[:, t]) for t, (_, s) in steps], 1)
-        made = torch.autograd.grad(y, given, dy.reshape(y.shape))
-    for to, d in zip(out, made, strict=True):
+        grads = torch.autograd.grad(y, leaves, dy.reshape(y.shape))
+    for to, d in zip(out, grads, strict=True):
         to.copy_(d)
 
 
@@ -217,9 +222,9 @@ def delta_rule_back_cost(out, dy, x, *others, groups, width, **how):
 
 @delta_rule_back.samples
 def delta_rule_back_samples():
-    for given, how in _samples():
-        y = delta_rule(*given, **how)
-        yield from delta_rule_back(input("dy", y.shape), *given, **how)
+    for inputs, attrs in _samples():
+        y = delta_rule(*inputs, **attrs)
+        yield from delta_rule_back(input("dy", y.shape), *inputs, **attrs)
 
 
 @op(writes=(0,), repeatable=True)
@@ -233,8 +238,8 @@ def delta_rule_cells(
     x, decay, beta, y  (T, ...)      f32, as in delta_rule
     Returns the leaf's new handle, and y.
     """
-    whole = len(leaf.shape) == 4 and leaf.dtype == f32
-    want(whole, f"leaf is {leaf.spec}; it must be f32[S, H, P, N]")
+    leaf_fits = len(leaf.shape) == 4 and leaf.dtype == f32
+    want(leaf_fits, f"leaf is {leaf.spec}; it must be f32[S, H, P, N]")
     _, heads, p, n = leaf.shape
     wide = _check(x, decay, beta, groups, n)
     fits = beta.shape == (*x.shape[:1], heads) and wide == heads * p
@@ -255,16 +260,16 @@ def delta_rule_cells_numpy(out, leaf, x, decay, beta, line, source, target, *, g
         at = int(target[line[t]])
         y[t] = 0
         if at >= 0:
-            here = k[t : t + 1], v[t : t + 1], decay[t : t + 1, None], beta[t : t + 1, None]
-            ((_, s),) = _steps(*here, None, leaf[at][None])
+            token_inputs = k[t : t + 1], v[t : t + 1], decay[t : t + 1, None], beta[t : t + 1, None]
+            ((_, s),) = _steps(*token_inputs, None, leaf[at][None])
             leaf[at] = s[0]
             y[t] = _read(s, q[t]).reshape(-1)
 
 
 @delta_rule_cells.kernel("cpu")
 def delta_rule_cells_cpu(out, leaf, x, decay, beta, line, source, target, *, groups, tiled, eps):
-    where = line, source, target
-    kernels.delta.delta_cells(out[1], leaf, x, decay, beta, *where, groups, int(tiled), eps)
+    cell_lines = line, source, target
+    kernels.delta.delta_cells(out[1], leaf, x, decay, beta, *cell_lines, groups, int(tiled), eps)
 
 
 @delta_rule_cells.cost
@@ -280,5 +285,5 @@ def delta_rule_cells_samples():
         x = input("x", (t, heads * p + 2 * groups * n))
         decay = constant("decay", random.uniform(-1, 0, (t, heads)).astype(np.float32))
         beta = constant("beta", random.uniform(0, 1, (t, heads)).astype(np.float32))
-        given = state("states", (6, heads, p, n)), x, decay, beta, *sample_lines(t)
-        yield delta_rule_cells(*given, groups=groups, tiled=t == 7, eps=0.01)[1]
+        inputs = state("states", (6, heads, p, n)), x, decay, beta, *sample_lines(t)
+        yield delta_rule_cells(*inputs, groups=groups, tiled=t == 7, eps=0.01)[1]

@@ -40,8 +40,8 @@ def f32_only(x: Tensor) -> Spec:
 @op(inplace=(0, 1))
 def add(a: Tensor, b: Tensor) -> Spec:
     """y = a + b in f32, broadcast as in NumPy; a and b of any readable type. ggml_add, ggml_add1, ggml_add_cast."""
-    wrong = [t for t in (a, b) if t.dtype not in READABLE]
-    want(not wrong, f"a is {a.spec} and b is {b.spec}; both must be of types that can be read")
+    unreadable = [t for t in (a, b) if t.dtype not in READABLE]
+    want(not unreadable, f"a is {a.spec} and b is {b.spec}; both must be of types that can be read")
     return _one_shape(a, b)
 
 
@@ -206,17 +206,17 @@ def unary(
 
     def samples():
         for n in (1, 16, 65, 40_000):
-            yield made(constant("x", 0.3 + 0.01 * ((np.arange(n) * 37) % 211)))
+            yield unary_op(constant("x", 0.3 + 0.01 * ((np.arange(n) * 37) % 211)))
         if not positive:
-            yield made(input("x", (5, 13)))
+            yield unary_op(input("x", (5, 13)))
 
     rule.__name__, rule.__doc__ = name, doc
-    made = op(inplace=(0,))(rule)
-    made.kernel("numpy")(assigned(specification))
-    made.kernel("cpu")(run)
-    made.kernel("torch", strided=True)(with_torch)
-    made.samples(samples)
-    return made
+    unary_op = op(inplace=(0,))(rule)
+    unary_op.kernel("numpy")(assigned(specification))
+    unary_op.kernel("cpu")(run)
+    unary_op.kernel("torch", strided=True)(with_torch)
+    unary_op.samples(samples)
+    return unary_op
 
 
 neg = unary("neg", "y = -x. ggml_neg.", np.negative, filled("neg"))

@@ -32,17 +32,17 @@ def _is_stack(index: int, t: Tensor) -> bool:
 
 
 def _rows_by_expert(
-    name: str, x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None, summed: int, kept: int
+    name: str, x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None, summed: int, output_axis: int
 ) -> Spec:
-    """Spec of a product of rows with their expert's matrix; `summed` and `kept` are the axes of w (E, F, K)."""
+    """Spec of a product of rows with their expert's matrix; `summed` and `output_axis` are the axes of w (E, F, K)."""
     fits = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[summed]
-    wanted = f"f32[N, {'EFK'[summed]}] and a readable type's [E, F, K] are needed"
+    requirement = f"f32[N, {'EFK'[summed]}] and a readable type's [E, F, K] are needed"
     want(
         fits and x.dtype == f32 and w.dtype in READABLE,
-        f"{name} is {x.spec} and w is {w.spec}; {wanted}",
+        f"{name} is {x.spec} and w is {w.spec}; {requirement}",
     )
     want(ids.spec == Spec(x.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{x.shape[0]}]")
-    y = Spec((x.shape[0], w.shape[kept]))
+    y = Spec((x.shape[0], w.shape[output_axis]))
     want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
     return y
 
@@ -99,8 +99,8 @@ def matmul_id_samples():
         w, ids = input("w", (len(counts), f, k)), _ascending(counts)
         yield matmul_id(input("x", (sum(counts), k)), w, ids)
         yield matmul_id(input("x", (sum(counts), k)), w, ids, input("acc", (sum(counts), f)))
-    turned = transpose(input("w", (3, 16, 9)))
-    yield matmul_id(input("x", (9, 16)), turned, _ascending((2, 0, 7)))
+    transposed = transpose(input("w", (3, 16, 9)))
+    yield matmul_id(input("x", (9, 16)), transposed, _ascending((2, 0, 7)))
     for w in _packed_stacks():
         yield matmul_id(input("x", (13, w.shape[2])), w, _ascending((9, 0, 4)))
     yield matmul_id(input("x", (5, 64)), w, _ascending((0, 0, 5)), input("acc", (5, 150)))
@@ -136,8 +136,8 @@ def matmul_id_back_numpy(dx, dy, w, ids, acc):
 def matmul_id_back_cpu(dx, dy, w, ids, acc):
     _check_order("matmul_id_back", ids, len(w))
     start_with(dx, acc)
-    given = dtype_of(w).block, *packed(rows(w)), len(w), ids, acc is not None
-    kernels.experts.packed_matmul_id_back(dx, dy, *given)
+    args = dtype_of(w).block, *packed(rows(w)), len(w), ids, acc is not None
+    kernels.experts.packed_matmul_id_back(dx, dy, *args)
 
 
 matmul_id_back.kernel("torch")(torch_experts.matmul_id_back)
@@ -263,9 +263,9 @@ weighted_rows.kernel("torch")(torch_experts.weighted_rows)
 @weighted_rows.samples
 def weighted_rows_samples():
     for n, k, c in ((1, 1, 1), (9, 2, 33), (300, 3, 64)):
-        given = input("x", (n * k, c)), _places(n, k), input("weights", (n, k))
-        yield weighted_rows(*given)
-        yield weighted_rows(*given, input("acc", (n, c)))
+        inputs = input("x", (n * k, c)), _places(n, k), input("weights", (n, k))
+        yield weighted_rows(*inputs)
+        yield weighted_rows(*inputs, input("acc", (n, c)))
     ids = reshape(_places(6, 2), shape=(2, 3, 2))
     yield weighted_rows(input("x", (12, 5)), ids, input("weights", (2, 3, 2)))
 

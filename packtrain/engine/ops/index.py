@@ -19,16 +19,16 @@ ADD_ROWS = triton.late("rows", "add_rows")
 Q8_0 = BLOCK_TYPES["q8_0"]
 
 
-def _check(op_name: str, ids, count: int, bad: int) -> None:
-    if bad >= 0:
+def _check(op_name: str, ids, count: int, position: int) -> None:
+    if position >= 0:
         raise IndexError(
-            f"{op_name}: index {ids.flat[bad]} at position {bad} is outside the {count} rows"
+            f"{op_name}: index {ids.flat[position]} at position {position} is outside the {count} rows"
         )
 
 
 def _check_numpy(op_name: str, ids, count: int) -> None:
-    beyond = np.flatnonzero(ids >= count)
-    _check(op_name, ids, count, int(beyond[0]) if beyond.size else -1)
+    invalid = np.flatnonzero(ids >= count)
+    _check(op_name, ids, count, int(invalid[0]) if invalid.size else -1)
 
 
 @op()
@@ -61,9 +61,9 @@ def get_rows_numpy(y, w, ids):
 
 @get_rows.kernel("cpu")
 def get_rows_cpu(y, w, ids):
-    given = table(y, ids.ndim), *packed(table(w, 1)), flat(ids)
+    args = table(y, ids.ndim), *packed(table(w, 1)), flat(ids)
     check = partial(_check, "get_rows", ids, len(w))
-    return again(kernels.rows.get_rows, *given, check=check)
+    return again(kernels.rows.get_rows, *args, check=check)
 
 
 @get_rows.kernel("torch")
@@ -127,8 +127,10 @@ def get_rows_back_numpy(dw, dy, ids, acc, *, shape):
 @get_rows_back.kernel("cpu")
 def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
     start_with(dw, acc)
-    bad = kernels.rows.get_rows_back(table(dw, 1), table(dy, ids.ndim), flat(ids), acc is not None)
-    _check("get_rows_back", ids, len(dw), bad)
+    invalid_at = kernels.rows.get_rows_back(
+        table(dw, 1), table(dy, ids.ndim), flat(ids), acc is not None
+    )
+    _check("get_rows_back", ids, len(dw), invalid_at)
 
 
 @get_rows_back.kernel("torch")
@@ -199,8 +201,8 @@ def set_rows_cpu(out, leaf, x, ids):
     if leaf.dtype == np.float32:
         kernel, to = kernels.rows.set_rows, (table(leaf, 1),)
     else:
-        kind, there = packed(table(leaf, 1))
-        kernel, to = kernels.rows.pack_rows, (kind == f16.number, there)
+        kind, leaf_blocks = packed(table(leaf, 1))
+        kernel, to = kernels.rows.pack_rows, (kind == f16.number, leaf_blocks)
     return again(kernel, *to, *from_rows, check=partial(_check, "set_rows", ids, len(leaf)))
 
 
@@ -212,11 +214,11 @@ def set_rows_torch(out, leaf, x, ids):
     rows = table_of(blocks().packed_q8_0(x) if packed else x.to(leaf.dtype), ids.ndim)
     ids = ids.view(-1).long()
     if len(ids):  # where nothing is to be written: another row again, or what is there
-        most, at = ids.max(0)
-        none, here = ids < 0, torch.arange(len(ids), device=ids.device)
-        rows = rows.index_select(0, torch.where(none, at, here))
-        rows = torch.where(most < 0, to[:1], rows)
-        to.index_copy_(0, torch.where(none, most.clamp(min=0), ids), rows)
+        max_id, at = ids.max(0)
+        skipped, row_indices = ids < 0, torch.arange(len(ids), device=ids.device)
+        rows = rows.index_select(0, torch.where(skipped, at, row_indices))
+        rows = torch.where(max_id < 0, to[:1], rows)
+        to.index_copy_(0, torch.where(skipped, max_id.clamp(min=0), ids), rows)
 
 
 set_rows.cost(lambda out, leaf, x, ids: Cost(nbytes=2 * x.spec.nbytes + ids.spec.nbytes))
@@ -253,8 +255,8 @@ def zero_rows_numpy(y, x, ids):
 
 @zero_rows.kernel("cpu")
 def zero_rows_cpu(y, x, ids):
-    bad = kernels.rows.zero_rows(table(y, 1), table(x, 1), flat(ids))
-    _check("zero_rows", ids, len(x), bad)
+    invalid_at = kernels.rows.zero_rows(table(y, 1), table(x, 1), flat(ids))
+    _check("zero_rows", ids, len(x), invalid_at)
 
 
 @zero_rows.kernel("torch")

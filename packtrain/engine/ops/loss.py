@@ -210,24 +210,24 @@ def linear_cross_entropy(
 
 @linear_cross_entropy.vjp
 def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, b, **how):
-    dloss, dlosses, *others = dy
+    dloss, dlosses, *other_grads = dy
     losses, dx, (dw, db) = y[1], y[3], _of_weights(y, b)
-    _check_gradients(dloss, dlosses, others)
+    _check_gradients(dloss, dlosses, other_grads)
     if dlosses is not None:
         return _by_row(dlosses, dx, x, w, targets, weights, b, how)
     of_w, of_b = (d and _times(dloss, d) for d in (dw, db))
     return _times(dloss, dx), of_w, None, _times(dloss, losses), of_b
 
 
-def _store(wanted, values):
-    for made, value in zip(wanted, values, strict=True):
-        if made is not None:
-            made[...] = value
+def _store(outputs, values):
+    for output, value in zip(outputs, values, strict=True):
+        if output is not None:
+            output[...] = value
 
 
-def _check_gradients(dloss, dlosses, others):
+def _check_gradients(dloss, dlosses, other_grads):
     want(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
-    want(not any(others), "what is right and gradients have no gradients")
+    want(not any(other_grads), "what is right and gradients have no gradients")
 
 
 def _of_weights(results, b):
@@ -236,15 +236,15 @@ def _of_weights(results, b):
     return (results[4] if count > 4 else None), (None if b is None else results[-1])
 
 
-def _by_row(dlosses, dx, x, w, targets, weights, b, how):
+def _by_row(dlosses, dx, x, w, targets, weights, b, attrs):
     """Gradients for those of the losses by row."""
     fixed = w.dtype not in TRAINABLE and b is None
     if fixed and weights.kind == "constant" and np.all(weights.value == 1):
         return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None, None
     # the logits again, once it is known how much each row counts
-    again = linear_cross_entropy(x, w, targets, dlosses, b, **how)
-    dw, db = _of_weights(again, b)
-    return again[3], dw, None, None, db
+    recomputed = linear_cross_entropy(x, w, targets, dlosses, b, **attrs)
+    dw, db = _of_weights(recomputed, b)
+    return recomputed[3], dw, None, None, db
 
 
 def _times(dloss: Tensor, d: Tensor) -> Tensor:
@@ -278,9 +278,9 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, 
     (loss, losses, right, dx), (dw, db) = out[:4], _of_weights(out, b)
     by_row = flat(loss), flat(losses), flat_or_absent(right)
     arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flat_or_absent(db), *work
-    given = rows(x), *packed(w), flat_or_absent(b), flat(targets), flat(weights)
+    args = rows(x), *packed(w), flat_or_absent(b), flat(targets), flat(weights)
     by = kernels.head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
-    by.linear_cross_entropy(*arrays, *given, softcap, half(precision))
+    by.linear_cross_entropy(*arrays, *args, softcap, half(precision))
 
 
 linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)

@@ -83,8 +83,8 @@ def matmul_vjp(dy, y, x, w, acc, **how):
         dw = sum_like(matmul(transpose(dy), transpose(x), **how), w)
     else:
         dw = out_prod(dy, x, **how)
-    plain = w.dtype == f32
-    dx = sum_like(matmul(dy, transpose(w), **how), x) if plain else matmul_back(dy, w, **how)
+    is_f32 = w.dtype == f32
+    dx = sum_like(matmul(dy, transpose(w), **how), x) if is_f32 else matmul_back(dy, w, **how)
     return dx, dw, (None if acc is None else dy)
 
 
@@ -96,15 +96,15 @@ def matmul_numpy(y, x, w, acc, precision):
 
 @matmul.kernel("cpu", strided=_is_matrix)
 def matmul_cpu(y, x, w, acc, precision, work=()):
-    how = acc is not None, half(precision)
-    same = arrays.start_with(y, acc)
+    options = acc is not None, half(precision)
+    in_place = arrays.start_with(y, acc)
     if w.ndim == 2:
-        call = _product(rows(y), rows(x), w, how, work)
-        return call if same else None
+        call = _product(rows(y), rows(x), w, options, work)
+        return call if in_place else None
     leading = y.shape[:-2]
     x, w = (np.broadcast_to(t, (*leading, *t.shape[-2:])) for t in (x, w))
     for at in np.ndindex(leading):
-        kernels.matmul.product(y[at], x[at], w[at].T, *how)
+        kernels.matmul.product(y[at], x[at], w[at].T, *options)
     return None
 
 
@@ -122,18 +122,18 @@ matmul.kernel("torch", strided=_is_matrix)(matmul_torch)
 matmul.kernel("cuda", strided=_is_matrix)(partial(matmul_torch, part=LARGE))
 
 
-def _product(y, x, w, how, work):
+def _product(y, x, w, options, work):
     if w.dtype == np.float32:
-        return again(kernels.matmul.product, y, x, w.T, *how)
+        return again(kernels.matmul.product, y, x, w.T, *options)
     if work:
-        return again(kernels.rounded.product, y, x, *packed(w), how[0], PLANES, *work)
-    return again(kernels.packed.product, y, x, *packed(w), *how)
+        return again(kernels.rounded.product, y, x, *packed(w), options[0], PLANES, *work)
+    return again(kernels.packed.product, y, x, *packed(w), *options)
 
 
 @matmul.workspace("cpu")
 def matmul_workspace(x, w, acc, precision):
-    few = x.spec.size <= FEW_ROWS * w.shape[-1] and precision == "f32"
-    return (arrays.integers_of(x, PLANES),) if few and _in_integers(w.dtype) else ()
+    has_few_rows = x.spec.size <= FEW_ROWS * w.shape[-1] and precision == "f32"
+    return (arrays.integers_of(x, PLANES),) if has_few_rows and _in_integers(w.dtype) else ()
 
 
 def _in_integers(dtype):
@@ -212,8 +212,8 @@ def matmul_back_numpy(dx, dy, w, acc, precision):
 def matmul_back_cpu(dx, dy, w, acc, precision):
     arrays.start_with(dx, acc)
     block = dtype_of(w).block
-    how = acc is not None, half(precision)
-    kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *how)
+    options = acc is not None, half(precision)
+    kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *options)
 
 
 @matmul_back.kernel("torch")
@@ -282,8 +282,8 @@ def out_prod_torch(y, a, b, acc, precision):
 
 @out_prod.cost
 def out_prod_cost(y, a, b, acc, precision):
-    one = costs.product(*y.shape, a.spec.size // a.shape[-1], turned=True)
-    return costs.at(precision, one)
+    product_cost = costs.product(*y.shape, a.spec.size // a.shape[-1], turned=True)
+    return costs.at(precision, product_cost)
 
 
 @out_prod.samples
@@ -303,8 +303,10 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     fits = min(len(a.shape), len(b.shape)) >= 2 and a.shape[-2] == b.shape[-2]
     fact = f"a is {a.spec} and b is {b.spec}; their last axes but one must be equal"
     arrays.demand("outer", fits, fact, a, b)
-    plain = a.dtype == f32 or len(a.shape) == len(b.shape) == 2
-    arrays.demand("outer", plain, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b)
+    supported = a.dtype == f32 or len(a.shape) == len(b.shape) == 2
+    arrays.demand(
+        "outer", supported, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b
+    )
     if a.dtype != f32:
         return transpose(matmul_back(transpose(b), a))
     return matmul(transpose(a), transpose(b))

@@ -63,8 +63,8 @@ def experts(
         sorted_x, p = mul(sorted_x, _by_row(p, place)), scale(p, by=0, bias=1)
     gated = _clamped if clamped else geglu if gelu else swiglu
     hidden = gated(*_both(sorted_x, expert, {"gate": gate, "up": up}, biases, low))
-    made = product(hidden, down, low.get("down"), biases.get("down"), expert)
-    return weighted_rows(made, place, p, acc)
+    expert_rows = product(hidden, down, low.get("down"), biases.get("down"), expert)
+    return weighted_rows(expert_rows, place, p, acc)
 
 
 def _scaled(p: Tensor, chosen: Tensor, by: float, scales: Tensor | None) -> Tensor:
@@ -72,8 +72,8 @@ def _scaled(p: Tensor, chosen: Tensor, by: float, scales: Tensor | None) -> Tens
     p = p if by == 1 else scale(p, by=by)
     if scales is None:
         return p
-    each = get_rows(reshape(scales, shape=(*scales.shape, 1)), chosen)
-    return mul(p, reshape(each, shape=p.shape))
+    chosen_scales = get_rows(reshape(scales, shape=(*scales.shape, 1)), chosen)
+    return mul(p, reshape(chosen_scales, shape=p.shape))
 
 
 def _both(
@@ -81,18 +81,20 @@ def _both(
     low: Mapping[str, Low],
 ) -> list[Tensor]:  # fmt: skip
     """What gate and up give, of one matrix or of two."""
-    made = [product(x, m, low.get(n), biases.get(n), expert) for n, m in w.items() if m is not None]
-    if len(made) > 1:
-        return made
-    n = made[0].shape[1] // 2
-    return [cont(narrow(made[0], axis=1, start=at, length=n)) for at in (0, n)]
+    products = [
+        product(x, m, low.get(n), biases.get(n), expert) for n, m in w.items() if m is not None
+    ]
+    if len(products) > 1:
+        return products
+    n = products[0].shape[1] // 2
+    return [cont(narrow(products[0], axis=1, start=at, length=n)) for at in (0, n)]
 
 
 def _by_row(p: Tensor, place: Tensor) -> Tensor:
     """p (..., k) by the sorted rows: (N, 1)."""
     count = p.spec.size
-    each = reshape(p, shape=(count, 1)), reshape(place, shape=(count,))
-    return get_rows_back(*each, shape=(count, 1))
+    columns = reshape(p, shape=(count, 1)), reshape(place, shape=(count,))
+    return get_rows_back(*columns, shape=(count, 1))
 
 
 def _routes(
@@ -117,12 +119,12 @@ def _routes(
 
 def _of_groups(p: Tensor, count: int, used: int) -> Tensor:
     """p (..., E) with those of experts far below, whose groups are not among the `used` best ones."""
-    apart = reshape(p, shape=(*p.shape[:-1], count, p.shape[-1] // count))
-    sums = reshape(sum_rows(take(apart, top_k(apart, k=BEST))), shape=apart.shape[:-1])
+    by_group = reshape(p, shape=(*p.shape[:-1], count, p.shape[-1] // count))
+    sums = reshape(sum_rows(take(by_group, top_k(by_group, k=BEST))), shape=by_group.shape[:-1])
     best = top_k(sums, k=used)
     ones = scale(take(sums, best), by=0, bias=1)
     hidden = scale(take_back(ones, best, width=count), by=HIDDEN, bias=-HIDDEN)
-    return reshape(add(apart, reshape(hidden, shape=(*hidden.shape, 1))), shape=p.shape)
+    return reshape(add(by_group, reshape(hidden, shape=(*hidden.shape, 1))), shape=p.shape)
 
 
 def _clamped(gate: Tensor, up: Tensor) -> Tensor:

@@ -51,10 +51,10 @@ def _padded(x, padding, value):
 
 @pool_2d.kernel("torch")
 def pool_2d_torch(y, x, *, largest, window, stride, padding):
-    whole = _padded(x, padding, -np.inf if largest else 0.0)
+    padded = _padded(x, padding, -np.inf if largest else 0.0)
     pool = torch.nn.functional.max_pool2d if largest else torch.nn.functional.avg_pool2d
     if y.numel():
-        y.copy_(pool(whole, window, stride or window))
+        y.copy_(pool(padded, window, stride or window))
 
 
 def _pools(make):
@@ -84,19 +84,19 @@ def pool_2d_back(
 
 @pool_2d_back.kernel("numpy")
 def pool_2d_back_numpy(dx, dy, x, *, largest, window, stride, padding):
-    apart, (kh, kw) = stride or window, window
+    steps, (kh, kw) = stride or window, window
     edges = [(0, 0), (0, 0), *((p, p) for p in padding)]
-    whole = np.zeros_like(np.pad(x, edges))
-    seen = windows(x, window, apart, padding, fill=-np.inf)
+    padded_grad = np.zeros_like(np.pad(x, edges))
+    seen = windows(x, window, steps, padding, fill=-np.inf)
     first = seen.reshape(*seen.shape[:4], -1).argmax(-1)
     for a, b in product(range(kh), range(kw)):
         down, across = (
             slice(k, k + s * (m - 1) + 1, s)
-            for k, s, m in zip((a, b), apart, dy.shape[2:], strict=True)
+            for k, s, m in zip((a, b), steps, dy.shape[2:], strict=True)
         )
-        whole[:, :, down, across] += dy * (first == a * kw + b if largest else 1 / (kh * kw))
+        padded_grad[:, :, down, across] += dy * (first == a * kw + b if largest else 1 / (kh * kw))
     h, w = x.shape[2:]
-    dx[...] = whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
+    dx[...] = padded_grad[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
 
 
 @pool_2d_back.kernel("cpu")
@@ -110,20 +110,22 @@ def pool_2d_back_cpu(dx, dy, x, *, largest, window, stride, padding):
 def pool_2d_back_torch(dx, dy, x, *, largest, window, stride, padding):
     if not dx.numel():
         return
-    whole, how = _padded(x, padding, -np.inf), (window, stride or window, (0, 0))
+    padded, pool_args = _padded(x, padding, -np.inf), (window, stride or window, (0, 0))
     aten = torch.ops.aten
     if largest:
-        _, first = aten.max_pool2d_with_indices(whole, *how)
-        made = aten.max_pool2d_with_indices_backward(dy, whole, *how, (1, 1), False, first)
+        _, first = aten.max_pool2d_with_indices(padded, *pool_args)
+        padded_grad = aten.max_pool2d_with_indices_backward(
+            dy, padded, *pool_args, (1, 1), False, first
+        )
     else:
-        made = aten.avg_pool2d_backward(dy, whole, *how, False, True, None)
+        padded_grad = aten.avg_pool2d_backward(dy, padded, *pool_args, False, True, None)
     (h, w), (down, across) = x.shape[2:], padding
-    dx.copy_(made[:, :, down : down + h, across : across + w])
+    dx.copy_(padded_grad[:, :, down : down + h, across : across + w])
 
 
-def _pool_back(x, *, stride=None, **how):
-    y = pool_2d(x, stride=stride, **how)
-    return pool_2d_back(input("dy", y.shape), x, stride=stride, **{"padding": (0, 0)} | how)
+def _pool_back(x, *, stride=None, **attrs):
+    y = pool_2d(x, stride=stride, **attrs)
+    return pool_2d_back(input("dy", y.shape), x, stride=stride, **{"padding": (0, 0)} | attrs)
 
 
 pool_2d_back.samples(_pools(_pool_back))

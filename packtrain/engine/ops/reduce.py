@@ -43,19 +43,24 @@ def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
 
     Unit axes are repeated without a copy, see broadcast_to. Rows of a quantized x stay as they are.
     """
-    own = (1,) * (len(shape) - len(x.shape)) + x.shape
-    fits = len(own) == len(shape) and all(
-        s == n or (n and s % n == 0) for n, s in zip(own, shape, strict=True)
+    padded_shape = (1,) * (len(shape) - len(x.shape)) + x.shape
+    fits = len(padded_shape) == len(shape) and all(
+        s == n or (n and s % n == 0) for n, s in zip(padded_shape, shape, strict=True)
     )
-    kept = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
-    wanted = "have multiples of its sizes" if kept else "keep its quantized rows"
-    demand("repeat", fits and kept, f"x is {x.spec}; shape {tuple(shape)} must {wanted}", x)
-    if all(n in (1, s) for n, s in zip(own, shape, strict=True)):
+    rows_unchanged = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
+    requirement = "have multiples of its sizes" if rows_unchanged else "keep its quantized rows"
+    demand(
+        "repeat",
+        fits and rows_unchanged,
+        f"x is {x.spec}; shape {tuple(shape)} must {requirement}",
+        x,
+    )
+    if all(n in (1, s) for n, s in zip(padded_shape, shape, strict=True)):
         return broadcast_to(x, shape=tuple(shape))
-    times = [s // n if n else 1 for n, s in zip(own, shape, strict=True)]
-    pairs = [size for n, k in zip(own, times, strict=True) for size in (k, n)]
-    apart = reshape(x, shape=tuple(size for n in own for size in (1, n)))
-    return reshape(cont(broadcast_to(apart, shape=tuple(pairs))), shape=tuple(shape))
+    times = [s // n if n else 1 for n, s in zip(padded_shape, shape, strict=True)]
+    pairs = [size for n, k in zip(padded_shape, times, strict=True) for size in (k, n)]
+    expanded = reshape(x, shape=tuple(size for n in padded_shape for size in (1, n)))
+    return reshape(cont(broadcast_to(expanded, shape=tuple(pairs))), shape=tuple(shape))
 
 
 @op()
@@ -177,8 +182,8 @@ cumsum.vjp(lambda dy, y, x, *, reverse: (cumsum(dy, reverse=not reverse),))
 
 @cumsum.kernel("numpy")
 def cumsum_numpy(y, x, *, reverse):
-    way = slice(None, None, -1 if reverse else 1)
-    np.cumsum(x[..., way], -1, np.float64, out=y[..., way])
+    direction = slice(None, None, -1 if reverse else 1)
+    np.cumsum(x[..., direction], -1, np.float64, out=y[..., direction])
 
 
 @cumsum.kernel("cpu")
@@ -188,8 +193,8 @@ def cumsum_cpu(y, x, *, reverse):
 
 @cumsum.kernel("torch", strided=True)
 def cumsum_torch(y, x, *, reverse):
-    way = (-1,) if reverse else ()
-    y.copy_(wide(x).flip(way).cumsum(-1).flip(way))
+    flip_axes = (-1,) if reverse else ()
+    y.copy_(wide(x).flip(flip_axes).cumsum(-1).flip(flip_axes))
 
 
 @cumsum.samples

@@ -15,8 +15,8 @@ Axes = tuple[int, ...]
 
 
 def _region(start: Axes, shape: Axes, step: Axes) -> tuple[builtins.slice, ...]:
-    ends = (s + (n - 1) * k + 1 if n else s for s, n, k in zip(start, shape, step, strict=True))
-    return tuple(map(builtins.slice, start, ends, step))
+    stops = (s + (n - 1) * k + 1 if n else s for s, n, k in zip(start, shape, step, strict=True))
+    return tuple(map(builtins.slice, start, stops, step))
 
 
 def _steps(step: Axes, start: Axes) -> Axes:
@@ -33,9 +33,9 @@ def _check(name: str, x: Spec, start: Axes, shape: Axes, step: Axes) -> None:
         min(step, default=1) > 0 <= min(start, default=0),
         f"step {step} must be above 0, start {start} not below",
     )
-    ends = [part.stop for part in _region(start, shape, step)]
-    inside = all(end <= n or not m for end, n, m in zip(ends, x.shape, shape, strict=True))
-    want(inside, f"the region ends at {ends}, outside {name} {x}")
+    stops = [part.stop for part in _region(start, shape, step)]
+    inside = all(end <= n or not m for end, n, m in zip(stops, x.shape, shape, strict=True))
+    want(inside, f"the region ends at {stops}, outside {name} {x}")
 
 
 @op(view=True)

@@ -82,8 +82,8 @@ def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, gr
 
 
 @cache
-def _frequencies_on(device, *how):
-    return torch.tensor(_frequencies(None, *how).tolist(), dtype=torch.float64, device=device)
+def _frequencies_on(device, *options):
+    return torch.tensor(_frequencies(None, *options).tolist(), dtype=torch.float64, device=device)
 
 
 @rope_table.kernel("torch")
@@ -167,9 +167,9 @@ def rope_numpy(y, x, table, *, neox, inverse):
     )
     cos, sin = table[..., None, :, 0], table[..., None, :, 1] * (-1 if inverse else 1)
     a, b = x[..., first], x[..., second]
-    turned = a * cos - b * sin, a * sin + b * cos
+    rotated = a * cos - b * sin, a * sin + b * cos
     y[...] = x
-    y[..., first], y[..., second] = turned
+    y[..., first], y[..., second] = rotated
 
 
 @rope.kernel("cpu")
@@ -187,9 +187,9 @@ def rope_torch(y, x, table, *, neox, inverse):
     a, b = x[..., : 2 * half].unflatten(-1, parts).unbind(axis)
     cos, sin = table[..., None, :, 0], table[..., None, :, 1]
     sin = -sin if inverse else sin
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
+    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
     y.copy_(x)
-    y[..., : 2 * half].unflatten(-1, parts).copy_(turned)
+    y[..., : 2 * half].unflatten(-1, parts).copy_(rotated)
 
 
 rope.kernel("cuda")(triton.late("elementwise", "rope"))

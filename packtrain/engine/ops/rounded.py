@@ -102,13 +102,13 @@ matmul_rounded.workspace("cpu")(lambda x, w, acc: (integers_of(x, 1),))
 
 @matmul_rounded.kernel("cpu")
 def matmul_rounded_cpu(y, x, w, acc, *, work):
-    same = start_with(y, acc)
-    given = rows(y), rows(x), *packed(w), acc is not None
-    if len(given[1]) > FEW_ROWS:
-        call = again(kernels.rounded.product_of_many, *given, work[0])
+    in_place = start_with(y, acc)
+    args = rows(y), rows(x), *packed(w), acc is not None
+    if len(args[1]) > FEW_ROWS:
+        call = again(kernels.rounded.product_of_many, *args, work[0])
     else:
-        call = again(kernels.rounded.product, *given, 1, work[0])
-    return call if same else None
+        call = again(kernels.rounded.product, *args, 1, work[0])
+    return call if in_place else None
 
 
 matmul_rounded.cost(lambda y, x, w, acc: costs.product_with(x.spec.size // x.shape[-1], w))

@@ -16,9 +16,9 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
 
 
 def check_ids(op_name, ids, count):
-    wrong = np.flatnonzero((ids < 0) | (ids >= count))
-    if wrong.size:
-        at = int(wrong[0])
+    invalid = np.flatnonzero((ids < 0) | (ids >= count))
+    if invalid.size:
+        at = int(invalid[0])
         raise IndexError(
             f"{op_name}: index {ids.flat[at]} at position {at} is outside 0 to {count - 1}"
         )
@@ -139,8 +139,8 @@ def take_back_torch(dx, dy, ids, *, width):
 def take_back_samples():
     for n, e, k in ((1, 1, 1), (3, 8, 2), (17, 64, 8)):
         yield take_back(input("dy", (n, k)), _choices(n, e, k), width=e)
-    twice = constant("ids", np.array([[1, 1, 0]]), i32)
-    yield take_back(input("dy", (1, 3)), twice, width=2)
+    repeated_ids = constant("ids", np.array([[1, 1, 0]]), i32)
+    yield take_back(input("dy", (1, 3)), repeated_ids, width=2)
 
 
 @op()
@@ -182,8 +182,8 @@ def group_rows_torch(out, ids, *, groups):
     sorted_ids, order = ids.view(-1).sort(stable=True)
     row.copy_(order // ids.shape[-1])
     group.copy_(sorted_ids)
-    now = torch.arange(len(order), dtype=torch.int32, device=ids.device)
-    place.view(-1).scatter_(0, order, now)
+    new_places = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    place.view(-1).scatter_(0, order, new_places)
 
 
 @group_rows.samples

@@ -37,9 +37,9 @@ def parts_of(x, delta, groups, width):
     heads, p = _sizes(x, delta, groups, width)
     lead, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
     values = x[..., : heads * p].reshape(*lead, heads, p)
-    both = x[..., heads * p :].reshape(*lead, 2, groups, 1, width)
-    both = xp.broadcast_to(both, (*lead, 2, groups, heads // groups, width))
-    b, c = (both[..., i, :, :, :].reshape(*lead, heads, width) for i in (0, 1))
+    b_and_c = x[..., heads * p :].reshape(*lead, 2, groups, 1, width)
+    b_and_c = xp.broadcast_to(b_and_c, (*lead, 2, groups, heads // groups, width))
+    b, c = (b_and_c[..., i, :, :, :].reshape(*lead, heads, width) for i in (0, 1))
     return values, b, c
 
 
@@ -113,8 +113,8 @@ def ssm_scan_numpy(y, x, delta, a, skip, seq, *, groups, width):
         return
     values, b, c = parts_of(x, delta, groups, width)
     first = values[:, 0, ..., None] * b[:, 0, :, None] * 0
-    for t, (_, found) in enumerate(_steps(values, b, c, delta, a, seq, first)):
-        y[:, t] = (found + skip[:, None] * values[:, t]).reshape(y[:, t].shape)
+    for t, (_, step_output) in enumerate(_steps(values, b, c, delta, a, seq, first)):
+        y[:, t] = (step_output + skip[:, None] * values[:, t]).reshape(y[:, t].shape)
 
 
 @ssm_scan.workspace("cpu")
@@ -125,8 +125,8 @@ def ssm_scan_work(x, delta, *others, groups, width):
 
 @ssm_scan.kernel("cpu")
 def ssm_scan_cpu(y, x, delta, a, skip, seq, *, groups, width, work):
-    given = rows(y), *work, rows(x), rows(delta), a, skip, flat_or_absent(seq, ABSENT_IDS)
-    kernels.scan.scan(*given, x.shape[1], groups)
+    args = rows(y), *work, rows(x), rows(delta), a, skip, flat_or_absent(seq, ABSENT_IDS)
+    kernels.scan.scan(*args, x.shape[1], groups)
 
 
 @ssm_scan.cost
@@ -175,36 +175,36 @@ def ssm_scan_back_numpy(out, dy, x, delta, a, skip, seq, *, groups, width):
         of_c[:, t] = (dy[:, t, ..., None] * s).sum(2)
         outer = values[:, t, ..., None] * b[:, t, :, None]
         decay = np.exp(d * a[:, None, None])
-        kept = (slope * decay * before).sum((2, 3))
-        ddelta[:, t] = (slope * outer).sum((2, 3)) + a * kept
-        da += (delta[:, t] * kept).sum(0)
+        decay_grad = (slope * decay * before).sum((2, 3))
+        ddelta[:, t] = (slope * outer).sum((2, 3)) + a * decay_grad
+        da += (delta[:, t] * decay_grad).sum(0)
         of_b[:, t] = (d * slope * values[:, t, ..., None]).sum(2)
         of_values[:, t] += (d * slope * b[:, t, :, None]).sum(-1)
         slope = slope * decay
         if t and seq is not None:
             slope = slope * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
-    each = (g.reshape(*x.shape[:2], groups, -1, width).sum(3) for g in (of_b, of_c))
-    joined = (g.reshape(*x.shape[:2], -1) for g in (of_values, *each))
+    group_grads = (g.reshape(*x.shape[:2], groups, -1, width).sum(3) for g in (of_b, of_c))
+    joined = (g.reshape(*x.shape[:2], -1) for g in (of_values, *group_grads))
     dx[...] = np.concatenate([*joined], -1)
 
 
 @ssm_scan_back.kernel("cpu")
 def ssm_scan_back_cpu(out, dy, x, delta, a, skip, seq, *, groups, width, work):
-    dx, ddelta, *others = out
-    given = rows(dy), rows(x), rows(delta), a, skip, flat_or_absent(seq, ABSENT_IDS)
-    kernels.scan.scan_back(rows(dx), rows(ddelta), *others, *work, *given, x.shape[1], groups)
+    dx, ddelta, *other_grads = out
+    args = rows(dy), rows(x), rows(delta), a, skip, flat_or_absent(seq, ABSENT_IDS)
+    kernels.scan.scan_back(rows(dx), rows(ddelta), *other_grads, *work, *args, x.shape[1], groups)
 
 
 @ssm_scan_back.kernel("torch")
 def ssm_scan_back_torch(out, dy, x, delta, a, skip, seq, *, groups, width):
     with torch.enable_grad():
-        given = [t.detach().requires_grad_() for t in (x, delta, a, skip)]
-        values, b, c = parts_of(given[0], given[1], groups, width)
+        leaves = [t.detach().requires_grad_() for t in (x, delta, a, skip)]
+        values, b, c = parts_of(leaves[0], leaves[1], groups, width)
         first = torch.zeros_like(values[:, 0, ..., None] * b[:, 0, :, None])
-        found = [y for _, y in _steps(values, b, c, given[1], given[2], seq, first)]
-        y = torch.stack(found, 1) + given[3][:, None] * values
-        made = torch.autograd.grad(y, given, dy.reshape(y.shape))
-    for to, d in zip(out, made, strict=True):
+        step_outputs = [y for _, y in _steps(values, b, c, leaves[1], leaves[2], seq, first)]
+        y = torch.stack(step_outputs, 1) + leaves[3][:, None] * values
+        grads = torch.autograd.grad(y, leaves, dy.reshape(y.shape))
+    for to, d in zip(out, grads, strict=True):
         to.copy_(d)
 
 
@@ -215,6 +215,6 @@ def ssm_scan_back_cost(out, dy, x, *others, groups, width):
 
 @ssm_scan_back.samples
 def ssm_scan_back_samples():
-    for given, how in _samples():
-        y = ssm_scan(*given, **how)
-        yield from ssm_scan_back(input("dy", y.shape), *given, **how)
+    for inputs, attrs in _samples():
+        y = ssm_scan(*inputs, **attrs)
+        yield from ssm_scan_back(input("dy", y.shape), *inputs, **attrs)

@@ -96,8 +96,8 @@ def ssm_scan_cells_samples():
         delta = constant("delta", random.uniform(0, 0.5, (t, heads)).astype(np.float32))
         a = constant("a", -random.uniform(0.1, 2, heads).astype(np.float32))
         leaf = state("states", (6, heads, p, n))
-        where = sample_lines(t)
-        yield ssm_scan_cells(leaf, x, delta, a, input("skip", (heads,)), *where, groups=groups)[1]
+        lines = sample_lines(t)
+        yield ssm_scan_cells(leaf, x, delta, a, input("skip", (heads,)), *lines, groups=groups)[1]
 
 
 @op(writes=(0,), repeatable=True)
@@ -112,10 +112,10 @@ def short_conv_states(
     Returns the leaf's new handle, and y.
     """
     (tokens, channels), taps = x.shape, w.shape[-1]
-    kept = Spec((*leaf.shape[:1], taps - 1, channels))
+    required_spec = Spec((*leaf.shape[:1], taps - 1, channels))
     fits = x.dtype == f32 and w.spec == Spec((channels, taps))
     want(fits, f"x is {x.spec} and w is {w.spec}; they must be f32[T, C] and f32[C, K]")
-    want(leaf.spec == kept, f"leaf is {leaf.spec}; it must be {kept}")
+    want(leaf.spec == required_spec, f"leaf is {leaf.spec}; it must be {required_spec}")
     want_lines(x, line, source, target)
     return leaf.spec, Spec((tokens, channels))
 
@@ -145,5 +145,5 @@ def short_conv_states_cpu(out, leaf, x, w, line, source, target, work):
 @short_conv_states.samples
 def short_conv_states_samples():
     for t, c, k in ((1, 1, 2), (5, 20, 4), (30, 70, 4)):
-        leaf, where = state("kept", (6, k - 1, c)), sample_lines(t)
-        yield short_conv_states(leaf, input("x", (t, c)), input("w", (c, k)), *where)[1]
+        leaf, lines = state("kept", (6, k - 1, c)), sample_lines(t)
+        yield short_conv_states(leaf, input("x", (t, c)), input("w", (c, k)), *lines)[1]

@@ -202,12 +202,12 @@ def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:
     alike = len({(*p.shape[:axis], *p.shape[axis + 1 :], p.dtype) for p in parts}) == 1
     fact = f"the parts are {listed}; they may differ along axis {axis} only"
     demand("concat", alike, fact, *parts)
-    size, start, whole = sum(part.shape[axis] for part in parts), 0, None
+    size, start, result = sum(part.shape[axis] for part in parts), 0, None
     for part in parts:
-        whole = narrow_back(part, whole, axis=axis, start=start, size=size)
+        result = narrow_back(part, result, axis=axis, start=start, size=size)
         start += part.shape[axis]
-    assert whole is not None
-    return whole
+    assert result is not None
+    return result
 
 
 @narrow_back.samples

@@ -27,8 +27,8 @@ def _moved(x, seq, by):
     if since < until:
         moved[:, since:until] = x[:, since - by : until - by]
         if seq is not None:
-            same = seq[:, since:until] == seq[:, since - by : until - by]
-            moved[:, since:until] *= same[..., None]
+            same_seq = seq[:, since:until] == seq[:, since - by : until - by]
+            moved[:, since:until] *= same_seq[..., None]
     return moved
 
 
@@ -66,13 +66,13 @@ def short_conv_numpy(y, x, w, seq):
     y[...] = sum(_moved(x, seq, last - k) * w[:, k] for k in range(last + 1))
 
 
-def _run(y, x, w, seq, turned, step):
-    turned[...] = w.T
-    given = rows(y), rows(x), turned, flat_or_absent(seq, ABSENT_IDS)
-    kernels.short_conv.conv(*given, x.shape[1], step)
+def _run(y, x, w, seq, w_t, step):
+    w_t[...] = w.T
+    args = rows(y), rows(x), w_t, flat_or_absent(seq, ABSENT_IDS)
+    kernels.short_conv.conv(*args, x.shape[1], step)
 
 
-def _turned(x, w, *others):
+def _turned(x, w, *other_inputs):
     return (Spec((w.shape[1], w.shape[0])),)
 
 
@@ -90,11 +90,11 @@ def _run_torch(y, x, w, seq, step):
     for k in range(taps):
         by = taps - 1 - k
         left = max(time - by, 0)
-        here, there = (slice(time - left, None), slice(None, left))[::step]
-        more = x[:, there] * w[:, k]
+        outputs_at, inputs_at = (slice(time - left, None), slice(None, left))[::step]
+        products = x[:, inputs_at] * w[:, k]
         if seq is not None:
-            more *= (seq[:, here] == seq[:, there])[..., None]
-        y[:, here] += more
+            products *= (seq[:, outputs_at] == seq[:, inputs_at])[..., None]
+        y[:, outputs_at] += products
 
 
 @short_conv.kernel("torch")
@@ -165,8 +165,8 @@ def short_conv_back_w_numpy(dw, dy, x, seq, *, taps):
 
 @short_conv_back_w.kernel("cpu")
 def short_conv_back_w_cpu(dw, dy, x, seq, *, taps, work):
-    given = rows(dy), rows(x), flat_or_absent(seq, ABSENT_IDS)
-    kernels.short_conv.conv_back_w(*work, *given, x.shape[1])
+    args = rows(dy), rows(x), flat_or_absent(seq, ABSENT_IDS)
+    kernels.short_conv.conv_back_w(*work, *args, x.shape[1])
     dw[...] = work[0].T
 
 
@@ -175,10 +175,10 @@ def short_conv_back_w_torch(dw, dy, x, seq, *, taps):
     time = x.shape[1]
     for k in range(taps):
         left = max(time - (taps - 1 - k), 0)
-        more = dy[:, time - left :] * x[:, :left]
+        products = dy[:, time - left :] * x[:, :left]
         if seq is not None:
-            more *= (seq[:, time - left :] == seq[:, :left])[..., None]
-        dw[:, k] = more.sum((0, 1))
+            products *= (seq[:, time - left :] == seq[:, :left])[..., None]
+        dw[:, k] = products.sum((0, 1))
 
 
 @short_conv_back_w.samples

@@ -59,8 +59,10 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tupl
     losses           (...)     f32
     """
     fits = logits.spec == targets.spec and weights.shape == logits.shape[:-1]
-    given = f"logits {logits.spec} and targets {targets.spec} must be equal, weights {weights.spec}"
-    demand("soft_cross_entropy", fits, f"{given} one for each row", logits, targets, weights)
+    mismatch = (
+        f"logits {logits.spec} and targets {targets.spec} must be equal, weights {weights.spec}"
+    )
+    demand("soft_cross_entropy", fits, f"{mismatch} one for each row", logits, targets, weights)
     by_row = sum_rows(mul(log_soft_max(logits), targets))
     losses = scale(reshape(by_row, shape=weights.shape), by=-1.0)
     return sum(mul(losses, weights)), losses

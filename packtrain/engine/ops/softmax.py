@@ -87,8 +87,8 @@ def soft_max_back_cpu(dx, dy, y, *, scale):
 
 @soft_max_back.kernel("torch")
 def soft_max_back_torch(dx, dy, y, *, scale):
-    along = (dy * y).sum(-1, keepdim=True)
-    torch.mul((dy - along).mul_(y), scale, out=dx)
+    dy_dot_y = (dy * y).sum(-1, keepdim=True)
+    torch.mul((dy - dy_dot_y).mul_(y), scale, out=dx)
 
 
 @soft_max_back.samples

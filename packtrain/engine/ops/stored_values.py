@@ -79,8 +79,8 @@ def stored_sum(
 @stored_sum.kernel("numpy")
 def stored_sum_numpy(y, w, a, b, *, by, first, dither):
     values = dequantize(w).astype(a.dtype) + by * (b @ a)
-    turn = np.arange(first, first + len(w))[:, None] * TURN >> 8
-    parts = moved(dither)[(turn + np.arange(a.shape[1])) & (PARTS - 1)]
+    row_offset = np.arange(first, first + len(w))[:, None] * TURN >> 8
+    parts = moved(dither)[(row_offset + np.arange(a.shape[1])) & (PARTS - 1)]
     y[...] = _recoded(w, values.reshape(*w.shape, -1), parts.reshape(*w.shape, -1))
 
 
@@ -91,8 +91,8 @@ def _recoded(w, values, parts):
 
     def with_codes(codes):
         bits[..., at] = codes[..., None] >> np.arange(at.shape[1]) & 1
-        made = np.packbits(bits, axis=-1, bitorder="little")
-        return made.view(dtype.numpy)[..., 0]
+        packed_bytes = np.packbits(bits, axis=-1, bitorder="little")
+        return packed_bytes.view(dtype.numpy)[..., 0]
 
     def all_of(code):
         return dequantize(with_codes(np.full(values.shape, code))).reshape(values.shape)
@@ -101,20 +101,20 @@ def _recoded(w, values, parts):
     return with_codes(codes.astype(np.int64))
 
 
-def _nearest(dtype, values, parts, all_of, where, rint, clip):
+def _nearest(dtype, values, parts, all_of, select, rint, clip):
     """The codes of NumPy's or PyTorch's values; all_of gives the values of blocks that have one code throughout."""
     if dtype in TABLES:
         step, codes = all_of(UNIT), 0
-        v, table = values / where(step == 0, 1.0, step), TABLES[dtype].tolist()
+        v, table = values / select(step == 0, 1.0, step), TABLES[dtype].tolist()
         for at, (low, high) in enumerate(pairwise(table)):
             share = (v - low) / (high - low) + parts
             inside = v > low if at else v == v
-            codes = where(inside, at + where(share > 0.5, 1.0, 0.0), codes)
+            codes = select(inside, at + select(share > 0.5, 1.0, 0.0), codes)
         return codes
-    low, most = all_of(0), (1 << PLACES[dtype].shape[1]) - 1
-    step, signed = all_of(1) - low, most == 255
-    found = rint((values - low) / where(step == 0, 1.0, step) + parts)
-    return clip(found, -127, 127) if signed else clip(found, 0, most)
+    low, max_code = all_of(0), (1 << PLACES[dtype].shape[1]) - 1
+    step, signed = all_of(1) - low, max_code == 255
+    rounded_codes = rint((values - low) / select(step == 0, 1.0, step) + parts)
+    return clip(rounded_codes, -127, 127) if signed else clip(rounded_codes, 0, max_code)
 
 
 @stored_sum.kernel("cpu")
@@ -138,14 +138,14 @@ def stored_sum_torch(y, w, a, b, *, by, first, dither):
     columns = torch.arange(k, device=a.device)
     for start, end in spans(n, CHUNK // (8 * k), a):
         part = w[start:end]
-        turn = torch.arange(first + start, first + end, device=a.device)[:, None] * TURN >> 8
-        parts = table[(turn + columns) & (PARTS - 1)].view(-1, dtype.block)
+        row_offset = torch.arange(first + start, first + end, device=a.device)[:, None] * TURN >> 8
+        parts = table[(row_offset + columns) & (PARTS - 1)].view(-1, dtype.block)
         values = torch.empty((end - start, k), dtype=torch.float32, device=a.device)
         blocks().unpack(values, part)
         values.addmm_(b[start:end], a, alpha=by)
         raw = part.raw.reshape(-1, dtype.block_nbytes)
-        made = _recoded_torch(dtype, raw, values.view(-1, dtype.block), parts)
-        y.raw[start:end].copy_(made.view(y.raw[start:end].shape))
+        recoded = _recoded_torch(dtype, raw, values.view(-1, dtype.block), parts)
+        y.raw[start:end].copy_(recoded.view(y.raw[start:end].shape))
 
 
 def _recoded_torch(dtype, raw, values, parts):
@@ -226,11 +226,11 @@ def matmul_stored(
 
 @matmul_stored.vjp
 def matmul_stored_vjp(dy, y, x, w, a, b, acc, *, by, precision):
-    how = {"precision": precision}
-    low = scale(matmul(x, a, **how), by=by)
-    back = scale(matmul(dy, transpose(b), **how), by=by)
-    da, db = out_prod(back, x, **how), out_prod(dy, low, **how)
-    return matmul_back(dy, w, **how), None, da, db, (None if acc is None else dy)
+    attrs = {"precision": precision}
+    low = scale(matmul(x, a, **attrs), by=by)
+    back = scale(matmul(dy, transpose(b), **attrs), by=by)
+    da, db = out_prod(back, x, **attrs), out_prod(dy, low, **attrs)
+    return matmul_back(dy, w, **attrs), None, da, db, (None if acc is None else dy)
 
 
 @matmul_stored.kernel("numpy")

@@ -19,11 +19,11 @@ def _of_keys(x):
     return real(x).permute(0, 2, 1, 3)[:, :, None]
 
 
-def _fits(q, k, where, window, softcap):
+def _fits(q, k, positions, window, softcap):
     """Whether PyTorch's own attention computes this."""
-    plain = not (window or softcap) and all(ids is None for ids in where)
+    unmasked = not (window or softcap) and all(ids is None for ids in positions)
     ours = (q.is_cpu or q.is_meta) and q.dtype == k.dtype == torch.float32
-    return plain and ours and q.shape == k.shape and q.numel() > 0
+    return unmasked and ours and q.shape == k.shape and q.numel() > 0
 
 
 def _parts(q, keys):
@@ -32,9 +32,9 @@ def _parts(q, keys):
     return spans(t, PAIRS // max(b * h * keys, 1), q)
 
 
-def _hidden(part, keys, t, where, window, device):
+def _hidden(part, keys, t, positions, window, device):
     """Which keys (B or 1, queries, S) the queries of a part do not see; S is as many as any of them can."""
-    q_pos, k_pos, q_seq, k_seq, length = where
+    q_pos, k_pos, q_seq, k_seq, length = positions
     start, end = part
     index = torch.arange(max(t, keys), dtype=torch.int32, device=device)
     at_q = index[None, start:end] if q_pos is None else q_pos[:, start:end]
@@ -62,24 +62,24 @@ def _scores(q, k, hidden, scale, softcap):
     return z.masked_fill_(hidden[:, None, None], -torch.inf), slope
 
 
-def attention(out, q, k, v, *where, scale, window, softcap):
+def attention(out, q, k, v, *positions, scale, window, softcap):
     y, lse = out
-    if _fits(q, k, where, window, softcap):
-        made, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    if _fits(q, k, positions, window, softcap):
+        attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.transpose(1, 2) for x in (q, k, v)), 0.0, True, scale=scale
         )
-        y.copy_(made.transpose(1, 2))
+        y.copy_(attended.transpose(1, 2))
         lse.copy_(sums)
         return
     kv = k.shape[2]
     keys, values = _of_keys(k), _of_keys(v)
     queries, y = _by_kv_head(q, kv), _by_kv_head(y, kv)
-    lse, (*places, sinks) = lse.unflatten(1, (kv, -1)), where
+    lse, (*places, sinks) = lse.unflatten(1, (kv, -1)), positions
     for part in _parts(q, k.shape[1]):
-        here = slice(*part)
+        query_slice = slice(*part)
         hidden = _hidden(part, k.shape[1], q.shape[1], places, window, q.device)
-        rule = queries[..., here, :], keys, hidden, scale, softcap
-        _attend(y[..., here, :], lse[..., here], values, sinks, *rule)
+        rule = queries[..., query_slice, :], keys, hidden, scale, softcap
+        _attend(y[..., query_slice, :], lse[..., query_slice], values, sinks, *rule)
 
 
 def _attend(y, lse, values, sinks, *rule):
@@ -99,13 +99,13 @@ def _attend(y, lse, values, sinks, *rule):
         lse.copy_(total.log_().add_(top)[..., 0])
 
 
-def attention_back(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
-    if _fits(q, k, where, window, softcap):
+def attention_back(out, dy, y, lse, q, k, v, *positions, scale, window, softcap):
+    if _fits(q, k, positions, window, softcap):
         by_head = [x.transpose(1, 2) for x in (dy, q, k, v, y)]
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *by_head, lse, 0.0, True, scale=scale
         )
-        for d, value in zip(out, made, strict=True):
+        for d, value in zip(out, grads, strict=True):
             d.copy_(value.transpose(1, 2))
         return
     kv = k.shape[2]
@@ -114,10 +114,10 @@ def attention_back(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
     lse = lse.unflatten(1, (kv, -1))[..., None]
     dkv = [_of_keys(x.zero_())[:, :, 0] for x in out[1:]]
     for part in _parts(q, k.shape[1]):
-        here = slice(*part)
-        hidden = _hidden(part, k.shape[1], q.shape[1], where, window, q.device)
-        given = [x[..., here, :] for x in (dq, dy, y, lse, q_by)]
-        _attend_back(*dkv, values, *given, keys, hidden, scale, softcap)
+        query_slice = slice(*part)
+        hidden = _hidden(part, k.shape[1], q.shape[1], positions, window, q.device)
+        query_parts = [x[..., query_slice, :] for x in (dq, dy, y, lse, q_by)]
+        _attend_back(*dkv, values, *query_parts, keys, hidden, scale, softcap)
 
 
 def _attend_back(dk, dv, values, dq, dy, y, lse, q, keys, hidden, scale, softcap):
@@ -125,8 +125,8 @@ def _attend_back(dk, dv, values, dq, dy, y, lse, q, keys, hidden, scale, softcap
     z, slope = _scores(q, keys, hidden, scale, softcap)
     p = z.sub_(lse).exp_()
     dv += torch.matmul(p.mT, dy).sum(2)
-    along = (dy * y).sum(-1, keepdim=True)
-    ds = torch.matmul(dy, values.mT).sub_(along).mul_(p).mul_(scale)
+    dy_dot_y = (dy * y).sum(-1, keepdim=True)
+    ds = torch.matmul(dy, values.mT).sub_(dy_dot_y).mul_(p).mul_(scale)
     ds = ds if slope is None else ds.mul_(slope)
     dk += torch.matmul(ds.mT, q).sum(2)
     dq.copy_(torch.matmul(ds, keys))
@@ -140,11 +140,11 @@ def attention_cells(
     listed = torch.arange(cells, device=q.device) < counts[:, None]
     member = torch.zeros((len(order), cells + 1), dtype=torch.bool, device=q.device)
     member.scatter_(1, torch.where(listed, order, cells).long(), True)
-    where = q_pos[None], k_pos[None], None, None, None
+    positions = q_pos[None], k_pos[None], None, None, None
     queries, to = _by_kv_head(q[None], kv), _by_kv_head(y[None], kv)
     for part in _parts(q[None], cells):
-        here = slice(*part)
-        hidden = _hidden(part, cells, t, where, window, q.device)
-        hidden |= ~member[q_row[here].long(), :cells]
-        rule = queries[..., here, :], keys, hidden, scale, softcap
-        _attend(to[..., here, :], None, values, sinks, *rule)
+        query_slice = slice(*part)
+        hidden = _hidden(part, cells, t, positions, window, q.device)
+        hidden |= ~member[q_row[query_slice].long(), :cells]
+        rule = queries[..., query_slice, :], keys, hidden, scale, softcap
+        _attend(to[..., query_slice, :], None, values, sinks, *rule)

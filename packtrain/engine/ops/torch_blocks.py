@@ -26,8 +26,8 @@ class At(NamedTuple):
     data: object
     place: int = 0
 
-    def __add__(self, more):
-        return At(self.data, self.place + more)
+    def __add__(self, offset):
+        return At(self.data, self.place + offset)
 
 
 def unpack(y, w):
@@ -50,16 +50,16 @@ def unpack(y, w):
 @cache
 def words_of(code):
     """The function of a code with these words in place of those for compiled kernels."""
-    plain = code.function
-    names = {name: meaning(name, value) for name, value in plain.__globals__.items()}
-    return FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__)
+    function = code.function
+    names = {name: meaning(name, value) for name, value in function.__globals__.items()}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 def meaning(name, value):
     if value is intrinsics:
         return SimpleNamespace(**WORDS)
     if isinstance(value, Code):
-        return lambda *given: words_of(value)(*given)
+        return lambda *args: words_of(value)(*args)
     if isinstance(value, Word):
         return WORDS.get(name, value)
     if isinstance(value, np.ndarray):
@@ -214,6 +214,6 @@ def packed_q8_0(x):
     inverse = torch.where(unit.abs() > SMALLEST, 1 / unit, 0.0)
     v = blocks * inverse
     size = v.abs()
-    whole = size.floor()
-    codes = (whole + ((size - whole) * 2).floor_()).copysign_(v).to(torch.int8)
+    floored = size.floor()
+    codes = (floored + ((size - floored) * 2).floor_()).copysign_(v).to(torch.int8)
     return torch.cat((unit.half().view(torch.uint8), codes.view(torch.uint8)), -1)

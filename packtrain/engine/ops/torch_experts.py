@@ -18,8 +18,8 @@ def _groups(name, ids, count):
     """(expert, first row, one past the last), for experts with rows; without values, as if one had all."""
     check_ids(name, ids, count, least=0)
     falls = (ids[1:] < ids[:-1]).any()
-    each = torch.arange(count + 1, dtype=ids.dtype, device=ids.device)
-    bounds = torch.searchsorted(ids, each)
+    expert_ids = torch.arange(count + 1, dtype=ids.dtype, device=ids.device)
+    bounds = torch.searchsorted(ids, expert_ids)
     if not on_host(ids):
         yield 0, 0, len(ids)
         return
@@ -71,5 +71,5 @@ def weighted_rows_back(out, dy, x, ids, weights):
         chosen = x.index_select(0, ids.view(-1)).unflatten(0, ids.shape)
         rows(dweights).copy_(torch.bmm(chosen, dy[:, :, None])[:, :, 0])
     if dx is not None:
-        made = weights[:, :, None] * dy[:, None]
-        dx.index_copy_(0, ids.view(-1).long(), made.flatten(0, 1))
+        row_grads = weights[:, :, None] * dy[:, None]
+        dx.index_copy_(0, ids.view(-1).long(), row_grads.flatten(0, 1))

@@ -27,9 +27,9 @@ class _Torch:
     """The module torch: imported when a name of it is first used."""
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(kernels.torch(), name)
-        setattr(self, name, found)
-        return found
+        attribute = getattr(kernels.torch(), name)
+        setattr(self, name, attribute)
+        return attribute
 
 
 torch: Any = _Torch()
@@ -53,20 +53,20 @@ class Blocks(NamedTuple):
         return Blocks(self.raw[rows], self.dtype)
 
 
-def filled(name, *more, **named):
+def filled(name, *extra_args, **named):
     """A kernel that is a function of PyTorch with `out`."""
 
-    def run(y, *given):
-        getattr(torch, name)(*given, *more, **named, out=y)
+    def run(y, *args):
+        getattr(torch, name)(*args, *extra_args, **named, out=y)
 
     return run
 
 
-def filled_by_aten(name, *more, **named):
+def filled_by_aten(name, *extra_args, **named):
     """The same of torch.ops.aten."""
 
-    def run(y, *given):
-        getattr(torch.ops.aten, name).out(*given, *more, **named, out=y)
+    def run(y, *args):
+        getattr(torch.ops.aten, name).out(*args, *extra_args, **named, out=y)
 
     return run
 
@@ -74,8 +74,8 @@ def filled_by_aten(name, *more, **named):
 def copied(function):
     """A kernel that copies what the function gives."""
 
-    def run(y, *given, **attrs):
-        y.copy_(function(*given, **attrs))
+    def run(y, *args, **attrs):
+        y.copy_(function(*args, **attrs))
 
     return run
 
@@ -145,16 +145,16 @@ def start_with(y, acc):
 
 def check_ids(name, ids, count, *, least=None, what=None):
     """Raise IndexError for the first id that is not below `count`, or below `least`."""
-    wrong = ids >= count
+    invalid = ids >= count
     if least is not None:
-        wrong |= ids < least
-    found = wrong.any()
-    if on_host(ids) and bool(found):
-        at = int(wrong.reshape(-1).nonzero()[0, 0])
-        bad = int(ids.reshape(-1)[at])
-        where = what or (f"the {count} rows" if least is None else f"{least} to {count - 1}")
+        invalid |= ids < least
+    any_invalid = invalid.any()
+    if on_host(ids) and bool(any_invalid):
+        at = int(invalid.reshape(-1).nonzero()[0, 0])
+        invalid_id = int(ids.reshape(-1)[at])
+        valid_rows = what or (f"the {count} rows" if least is None else f"{least} to {count - 1}")
         noun = "index" if what is None else "target"
-        raise IndexError(f"{name}: {noun} {bad} at position {at} is outside {where}")
+        raise IndexError(f"{name}: {noun} {invalid_id} at position {at} is outside {valid_rows}")
 
 
 def times(a, b, precision):

@@ -32,8 +32,8 @@ def cross_entropy(out, logits, targets, weights):
     _check("cross_entropy", targets, logits.shape[-1])
     loss, losses = out
     logits, (at, ignored) = rows(logits), _at(targets.view(-1))
-    found = _exponentials(logits.clone())[1] - logits.gather(1, at)
-    losses.view(-1).copy_(found[:, 0].masked_fill_(ignored, 0))
+    row_losses = _exponentials(logits.clone())[1] - logits.gather(1, at)
+    losses.view(-1).copy_(row_losses[:, 0].masked_fill_(ignored, 0))
     _whole(loss, losses, weights)
 
 
@@ -72,14 +72,14 @@ def linear_cross_entropy(
     flat = [None if t is None else t.view(-1) for t in (losses, right, targets, weights)]
     by_row = *flat[:2], None if dx is None else rows(dx), rows(x), *flat[2:]
     for start, end in spans(len(flat[0]), chunk, x):
-        given = (None if t is None else t[start:end] for t in by_row)
-        _head(rated or _rated, part, *given, dw, db, w, b, softcap, precision)
+        row_slices = (None if t is None else t[start:end] for t in by_row)
+        _head(rated or _rated, part, *row_slices, dw, db, w, b, softcap, precision)
     _whole(loss, losses, weights)
 
 
-def fused(out, *given, **how):
+def fused(out, *args, **attrs):
     """The same with a kernel in Triton."""
-    linear_cross_entropy(out, *given, **how, rated=triton.late("head", "rated"), part=LARGE)
+    linear_cross_entropy(out, *args, **attrs, rated=triton.late("head", "rated"), part=LARGE)
 
 
 def _head(rated, part, losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
@@ -102,8 +102,8 @@ def _rated(logits, losses, right, targets, weights, b, softcap, back):
         logits.add_(b)
     at, ignored = _at(targets)
     if right is not None:
-        found = logits.gather(1, at) >= logits.amax(-1, keepdim=True)
-        right.copy_(found[:, 0] & ~ignored)
+        hits = logits.gather(1, at) >= logits.amax(-1, keepdim=True)
+        right.copy_(hits[:, 0] & ~ignored)
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
     # the slope of the cap needs room of its own; gradients are written over the logits

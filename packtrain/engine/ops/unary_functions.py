@@ -103,10 +103,10 @@ def clamp(x: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Spec:
 
 @clamp.vjp
 def clamp_vjp(dy, y, x, *, low, high):
-    for beyond, sign in ((low, 1.0), (high, -1.0)):
-        if math.isfinite(beyond):  # 1 - step(sign * (bound - x))
-            outside = step(scale(x, by=-sign, bias=sign * beyond))
-            dy = mul(dy, scale(outside, by=-1.0, bias=1.0))
+    for bound, sign in ((low, 1.0), (high, -1.0)):
+        if math.isfinite(bound):  # 1 - step(sign * (bound - x))
+            is_outside = step(scale(x, by=-sign, bias=sign * bound))
+            dy = mul(dy, scale(is_outside, by=-1.0, bias=1.0))
     return (dy,)
 
 

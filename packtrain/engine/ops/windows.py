@@ -13,8 +13,8 @@ from packtrain.engine.tensor import Spec, Tensor, input, op, want
 Pair = tuple[int, int]
 
 
-def _out(n: int, k: int, step: int, pad: int, apart: int = 1) -> int:
-    return (n + 2 * pad - apart * (k - 1) - 1) // step + 1
+def _out(n: int, k: int, step: int, pad: int, dilation: int = 1) -> int:
+    return (n + 2 * pad - dilation * (k - 1) - 1) // step + 1
 
 
 def check(
@@ -22,15 +22,17 @@ def check(
 ) -> Pair:
     """Height and width of the result."""
     want(x.dtype == f32 and len(x.shape) == 4, f"x is {x}; it must be f32[N, C, H, W]")
-    for name, pair, least in (
+    for name, pair, min_value in (
         ("window", window, 1), ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0),
     ):  # fmt: skip
         fits = isinstance(pair, tuple) and len(pair) == 2
         want(
-            fits and all(isinstance(n, int | np.integer) and n >= least for n in pair),
-            f"{name} is {pair}; it must be two whole numbers of at least {least}, down and across",
+            fits and all(isinstance(n, int | np.integer) and n >= min_value for n in pair),
+            f"{name} is {pair}; it must be two whole numbers of at least {min_value}, down and across",
         )
-    h, w = (_out(*one) for one in zip(x.shape[2:], window, stride, padding, dilation, strict=True))
+    h, w = (
+        _out(*sizes) for sizes in zip(x.shape[2:], window, stride, padding, dilation, strict=True)
+    )
     want(min(h, w) > 0, f"the window {window} does not fit into {x} with padding {padding}")
     return h, w
 
@@ -42,9 +44,9 @@ def sizes_of(shape, out, window, stride, padding, dilation=(1, 1)):
 def windows(x, window, stride, padding, dilation=(1, 1), fill=0.0, writeable=False):
     """All windows of x, (N, C, OH, OW, KH, KW), in a copy if edges are filled."""
     edges = [(0, 0), (0, 0), *((p, p) for p in padding)]
-    whole = np.pad(x, edges, constant_values=fill) if any(padding) else x
+    padded = np.pad(x, edges, constant_values=fill) if any(padding) else x
     spans = tuple(d * (k - 1) + 1 for k, d in zip(window, dilation, strict=True))
-    seen = np.lib.stride_tricks.sliding_window_view(whole, spans, (2, 3), writeable=writeable)
+    seen = np.lib.stride_tricks.sliding_window_view(padded, spans, (2, 3), writeable=writeable)
     return seen[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
 
 
@@ -114,19 +116,19 @@ im2col_back.vjp(lambda ddx, dx, dy, *, shape, **how: (im2col(ddx, **how),))
 def im2col_back_numpy(dx, dy, *, shape, window, stride, padding, dilation):
     n, c, h, w = shape
     rows = dy.reshape(n, *dy.shape[1:3], c, *window).transpose(0, 3, 1, 2, 4, 5)
-    whole = np.zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]), dx.dtype)
-    _add_windows(whole, rows, stride, dilation)
-    dx[...] = whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
+    padded = np.zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]), dx.dtype)
+    _add_windows(padded, rows, stride, dilation)
+    dx[...] = padded[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
 
 
-def _add_windows(whole, rows, stride, dilation):
+def _add_windows(padded, rows, stride, dilation):
     """Add windows (N, C, OH, OW, KH, KW) to where they come from."""
     for a, b in product(*map(range, rows.shape[4:])):
         down, across = (
             slice(k * d, k * d + s * (m - 1) + 1, s)
             for k, d, s, m in zip((a, b), dilation, stride, rows.shape[2:4], strict=True)
         )
-        whole[:, :, down, across] += rows[..., a, b]
+        padded[:, :, down, across] += rows[..., a, b]
 
 
 @im2col_back.kernel("cpu")
@@ -139,14 +141,16 @@ def im2col_back_cpu(dx, dy, *, shape, window, stride, padding, dilation):
 def im2col_back_torch(dx, dy, *, shape, window, stride, padding, dilation):
     n, c, h, w = shape
     rows = dy.unflatten(-1, (c, *window)).permute(0, 3, 1, 2, 4, 5)
-    whole = dx.new_zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]))
-    _add_windows(whole, rows, stride, dilation)
-    dx.copy_(whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w])
+    padded = dx.new_zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]))
+    _add_windows(padded, rows, stride, dilation)
+    dx.copy_(padded[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w])
 
 
 @im2col_back.samples
 def im2col_back_samples():
-    plain = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
-    yield im2col_back(input("dy", (2, 3, 5, 18)), shape=(2, 3, 5, 6), window=(3, 2), **plain)
-    how = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
-    yield im2col_back(input("dy", (3, 4, 8, 18)), shape=(3, 2, 7, 8), window=(3, 3), **how)
+    default_attrs = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
+    yield im2col_back(
+        input("dy", (2, 3, 5, 18)), shape=(2, 3, 5, 6), window=(3, 2), **default_attrs
+    )
+    attrs = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
+    yield im2col_back(input("dy", (3, 4, 8, 18)), shape=(3, 2, 7, 8), window=(3, 3), **attrs)

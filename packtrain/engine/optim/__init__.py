@@ -30,9 +30,9 @@ OPTIMIZERS = {kind.name: kind for kind in KINDS}
 
 def leaner(optimizer: Optimizer) -> Iterator[Optimizer]:
     """The other optimizers with less state for each weight, the least first."""
-    others = (kind(optimizer.lr) for kind in KINDS)
+    optimizers = (kind(optimizer.lr) for kind in KINDS)
     yield from sorted(
-        (o for o in others if state_nbytes(o) < state_nbytes(optimizer)), key=state_nbytes
+        (o for o in optimizers if state_nbytes(o) < state_nbytes(optimizer)), key=state_nbytes
     )
 
 

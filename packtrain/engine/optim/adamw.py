@@ -56,11 +56,19 @@ class AdamW(Optimizer):
         read = w, g, m, v, given.hyper, given.gate, given.key(w)
         return opt_step_adamw(*read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w))
 
-    def _from_away(self, w: Tensor, moved: tuple[Tensor, ...], given: Given) -> tuple[Tensor, ...]:
-        *handles, along = moved
-        lr, decay = (ops.narrow(given.hyper, axis=0, start=at, length=1) for at in (0, 4))
+    def _from_away(
+        self, w: Tensor, moved: tuple[Tensor, ...], step_inputs: Given
+    ) -> tuple[Tensor, ...]:
+        *handles, direction = moved
+        lr, decay = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4))
         numbers = ops.concat([lr, decay], axis=0)
-        read = w, along, numbers, ops.div(given.gate, given.gate), given.key(w)  # 1, or NaN
+        read = (
+            w,
+            direction,
+            numbers,
+            ops.div(step_inputs.gate, step_inputs.gate),
+            step_inputs.key(w),
+        )  # 1, or NaN
         decays = len(w.shape) >= self.decay_axes
         return *handles, *opt_step_sgd(*read, decay=decays, stream=stream_of(w))
 
@@ -110,15 +118,15 @@ def opt_step_adamw_numpy(out, w, g, m, v, hyper, gate, key, *, decay, stream):
     g = g * gate
     m[...] = beta1 * m + (1 - beta1) * g
     v[...] = beta2 * v + (1 - beta2) * g * g
-    kept = floats(w) * (1 - lr * weight_decay * decay)
-    write(w, kept - lr * (m / c1) / (np.sqrt(v / c2) + eps), key, stream)
+    decayed = floats(w) * (1 - lr * weight_decay * decay)
+    write(w, decayed - lr * (m / c1) / (np.sqrt(v / c2) + eps), key, stream)
 
 
 @opt_step_adamw.kernel("cpu")
 def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, key, *, decay, stream):
     kind, data, number = stored(w, key, stream)
-    given = flat(g), flat(m), flat(v), hyper, float(decay), flat(gate)
-    kernels.update.adamw(kind, data, *given, number)
+    args = flat(g), flat(m), flat(v), hyper, float(decay), flat(gate)
+    kernels.update.adamw(kind, data, *args, number)
 
 
 @opt_step_adamw.kernel("torch")
@@ -131,8 +139,8 @@ def opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, *, decay, stream):
         squares = slope.square_().mul_(1 - beta2)
         torch.where(fine, (second * beta2).add_(squares), second, out=second)
         step = (first / c1).mul_(lr).div_((second / c2).sqrt_().add_(eps))
-        kept = real(part) * (1 - lr * weight_decay * decay)
-        weights.write_torch(part, kept.sub_(step), key, stream, start, fine)
+        decayed = real(part) * (1 - lr * weight_decay * decay)
+        weights.write_torch(part, decayed.sub_(step), key, stream, start, fine)
 
 
 @opt_step_adamw.kernel("cuda")
@@ -192,11 +200,11 @@ def opt_moments_adamw_torch(out, g, m, v, hyper, gate):
     _along(opt_step_adamw_torch, out[2], g, m, v, hyper.clone(), gate)
 
 
-def _along(step, along, g, m, v, hyper, gate):
+def _along(step, direction, g, m, v, hyper, gate):
     """A weight of 0 that is led by a rate of -1 becomes the way itself."""
-    along[...] = 0
+    direction[...] = 0
     hyper[0] = -1
-    step(None, along, g, m, v, hyper, gate, None, decay=False, stream=0)
+    step(None, direction, g, m, v, hyper, gate, None, decay=False, stream=0)
 
 
 opt_moments_adamw.cost(lambda out, g, *given: Cost({"exp": 2 * g.spec.size}))

@@ -116,13 +116,13 @@ def accumulating(
         leaving.clear()
 
     def add(w: Tensor, g: Tensor) -> None:
-        own = own_sum(w, share)
-        if own is None or share is None:
+        local_sum = own_sum(w, share)
+        if local_sum is None or share is None:
             handles.append(ops.accumulate(_sum_of(w), g, fresh))
             return
         if sum(one.spec.size for _, one in leaving) + g.spec.size > BUCKET:
             settle()
-        leaving.append((reduce_scatter(own[1], g, fresh, share=share), g))
+        leaving.append((reduce_scatter(local_sum[1], g, fresh, share=share), g))
 
     differentiate(outputs["loss"], list(trained), keep, add, inner)
     settle()
@@ -146,17 +146,19 @@ def updating(
     """
     _check(trained)
     update = _Update(optimizer, input("loss", ()), max_norm, max_value)
-    found = {w: own_sum(w, share) if scatter else None for w in trained}
-    own = [pair for pair in found.values() if pair is not None]
-    sums = [(w, _sum_of(w)) for w, pair in found.items() if pair is None]
-    for w, g in own:
+    local_sums = {w: own_sum(w, share) if scatter else None for w in trained}
+    local_pairs = [pair for pair in local_sums.values() if pair is not None]
+    sums = [(w, _sum_of(w)) for w, pair in local_sums.items() if pair is None]
+    for w, g in local_pairs:
         update.measure(w, g)
-    if own:
+    if local_pairs:
         update.squares.append(all_reduce(update.squares[-1]))
     for w, g in sums:
         update.measure(w, g)
-    more, handles = update.measured([*own, *(sums if share is None else parts(sums, share))])
-    return Graph({"squares": named("squares", update.squares[-1]), **more}, handles)
+    extra_outputs, handles = update.measured(
+        [*local_pairs, *(sums if share is None else parts(sums, share))]
+    )
+    return Graph({"squares": named("squares", update.squares[-1]), **extra_outputs}, handles)
 
 
 def _sum_of(w: Tensor) -> Tensor:
@@ -206,8 +208,10 @@ class _Update:
 
     def _clipped(self, pairs: Iterable[Pair], gate: Tensor) -> tuple[Iterable[Pair], Given]:
         if self.max_value is not None:
-            most, factor = self.max_value, gate
-            pairs = ((w, ops.clamp(ops.mul(g, factor), low=-most, high=most)) for w, g in pairs)
+            max_value, factor = self.max_value, gate
+            pairs = (
+                (w, ops.clamp(ops.mul(g, factor), low=-max_value, high=max_value)) for w, g in pairs
+            )
             gate = ops.div(gate, gate)  # 1, or NaN
         return pairs, Given(self.hyper, gate, self.rounding)
 

@@ -68,13 +68,13 @@ class LBFGS(Optimizer):
         )
 
     def measured(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], given: Given
+        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: Given
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         rooms, dots = [(w, g, *self.states(w)) for w, g in pairs], None
         for _, g, s, y, p in rooms:
-            dots = lbfgs_dots(g, s, y, p, given.hyper, dots)
+            dots = lbfgs_dots(g, s, y, p, step_inputs.hyper, dots)
         assert dots is not None
-        steps = (opt_step_lbfgs(*room, given.hyper) for room in rooms)
+        steps = (opt_step_lbfgs(*room, step_inputs.hyper) for room in rooms)
         return {"dots": dots}, [handle for step in steps for handle in step]
 
     def bare(self) -> Optimizer:
@@ -83,23 +83,23 @@ class LBFGS(Optimizer):
     def drive(self, turn: Turn, t: int, lr: float) -> Values:
         first, place = turn.last or turn.evaluate(), (t - 1) % self.history
 
-        def do(what: int, length: float = 0.0, along: np.ndarray | None = None) -> Values:
+        def do(phase: int, length: float = 0.0, along: np.ndarray | None = None) -> Values:
             numbers = np.zeros(HEAD + 2 * self.history + 1, np.float32)
-            numbers[:HEAD] = what, place, length
+            numbers[:HEAD] = phase, place, length
             numbers[HEAD:] = 0.0 if along is None else along
             return turn.update({self.name: numbers})
 
         def at(length: float) -> Point:
             do(MOVE, length)
-            loss, got = float(turn.evaluate()["loss"]), do(SLOPE)
-            finite = np.isfinite(got["squares"])
-            return Point(length, loss, float(got["dots"][0, 0]) if finite else np.nan)
+            loss, outputs = float(turn.evaluate()["loss"]), do(SLOPE)
+            finite = np.isfinite(outputs["squares"])
+            return Point(length, loss, float(outputs["dots"][0, 0]) if finite else np.nan)
 
-        got = do(MEASURE)
-        dots, found = got["dots"].astype(np.float64), {**first, "squares": got["squares"]}
+        outputs = do(MEASURE)
+        dots, values = outputs["dots"].astype(np.float64), {**first, "squares": outputs["squares"]}
         if not (np.isfinite(first["loss"]) and np.isfinite(dots).all() and dots[0, 0]):
             do(FORGET)
-            return found
+            return values
         along = direction(dots, [(place - i) % self.history for i in range(1, self.history + 1)])
         slope = float(along @ dots[:, 0])
         if not slope < 0:
@@ -109,12 +109,12 @@ class LBFGS(Optimizer):
         do(AIM, along=along)
         search = Search(self.line_search, self.armijo, self.wolfe, self.trials)
         start = Point(0.0, float(first["loss"]), slope)
-        point, why = search.along(start, float(np.float32(length)), at)
-        if why is not None:
-            turn.say(f"the line search found no step: {why}; the weights are at the best one")
+        point, reason = search.along(start, float(np.float32(length)), at)
+        if reason is not None:
+            turn.say(f"the line search found no step: {reason}; the weights are at the best one")
             at(point.length)  # so that the next step may begin with this evaluation
         do(KEEP if point.length else FORGET)
-        return found
+        return values
 
 
 @op(writes=(0, 2, 3, 4))
@@ -148,52 +148,52 @@ def opt_step_lbfgs(
 
 @opt_step_lbfgs.kernel("numpy")
 def opt_step_lbfgs_numpy(out, w, g, s, y, p, numbers):
-    what, i, length = int(numbers[0]), int(numbers[1]) % len(s), numbers[2]
+    phase, i, length = int(numbers[0]), int(numbers[1]) % len(s), numbers[2]
     c, m = numbers[HEAD:], len(s)
-    if what == AIM:
+    if phase == AIM:
         p[...] = c[0] * g.reshape(-1) + c[1 : m + 1] @ s + c[m + 1 :] @ y
         s[i], y[i] = w.reshape(-1), g.reshape(-1)
-    elif what == MOVE:
+    elif phase == MOVE:
         w[...] = (s[i] + length * p if length else s[i]).reshape(w.shape)
-    elif what == KEEP:
+    elif phase == KEEP:
         s[i], y[i] = w.reshape(-1) - s[i], g.reshape(-1) - y[i]
-    elif what == FORGET:
+    elif phase == FORGET:
         s[...], y[...] = 0, 0
 
 
 @opt_step_lbfgs.kernel("cpu")
 def opt_step_lbfgs_cpu(out, w, g, s, y, p, numbers):
-    what, i, length = int(numbers[0]), int(numbers[1]) % len(s), float(numbers[2])
+    phase, i, length = int(numbers[0]), int(numbers[1]) % len(s), float(numbers[2])
     pairs = (s[i], flat(w)), (y[i], flat(g))
-    if what == AIM:
+    if phase == AIM:
         kernels.update.combine(p, flat(g), s, y, numbers[HEAD:])
         for before, now in pairs:
             np.copyto(before, now)
-    elif what == MOVE:
+    elif phase == MOVE:
         np.copyto(flat(w), s[i])
         if length:
             kernels.update.momentum(flat(w), p, 1.0, length)
-    elif what == KEEP:
+    elif phase == KEEP:
         for before, now in pairs:
             kernels.elementwise.binary(kernels.elementwise.BINARY["sub"], before, now, before)
-    elif what == FORGET:
+    elif phase == FORGET:
         s.fill(0)
         y.fill(0)
 
 
 def opt_step_lbfgs_torch(out, w, g, s, y, p, numbers):
-    what, i, length = (numbers if on_host(numbers) else torch.tensor([AIM, 0, 0]))[:HEAD].tolist()
+    phase, i, length = (numbers if on_host(numbers) else torch.tensor([AIM, 0, 0]))[:HEAD].tolist()
     i, c, m, w, g = int(i) % len(s), numbers[HEAD:], len(s), w.view(-1), g.view(-1)
-    if what == AIM:
+    if phase == AIM:
         torch.mul(g, c[0], out=p)
         p.addmv_(s.mT, c[1 : m + 1]).addmv_(y.mT, c[m + 1 :])
         s[i], y[i] = w, g
-    elif what == MOVE:
+    elif phase == MOVE:
         torch.add(s[i], p, alpha=length, out=w) if length else w.copy_(s[i])
-    elif what == KEEP:
+    elif phase == KEEP:
         torch.sub(w, s[i], out=s[i])
         torch.sub(g, y[i], out=y[i])
-    elif what == FORGET:
+    elif phase == FORGET:
         s.zero_()
         y.zero_()
 
@@ -227,8 +227,8 @@ def lbfgs_dots_numpy(dots, g, s, y, p, numbers, acc):
     dots[...] = 0 if acc is None else acc
     g = g.reshape(1, -1)
     if numbers[0] == MEASURE:
-        wide = [x.astype(np.float64) for x in (g, s, y)]
-        dots += np.concatenate(wide) @ np.concatenate([wide[0], wide[2]]).T
+        doubles = [x.astype(np.float64) for x in (g, s, y)]
+        dots += np.concatenate(doubles) @ np.concatenate([doubles[0], doubles[2]]).T
     elif numbers[0] == SLOPE:
         dots[0, 0] += np.dot(g[0].astype(np.float64), p)
 
@@ -247,13 +247,13 @@ def lbfgs_dots_cpu(dots, g, s, y, p, numbers, acc):
 
 @lbfgs_dots.kernel("torch")
 def lbfgs_dots_torch(dots, g, s, y, p, numbers, acc):
-    what = int(numbers[0]) if on_host(numbers) else MEASURE
+    phase = int(numbers[0]) if on_host(numbers) else MEASURE
     total, g = wide(torch.zeros_like(dots)), g.view(-1)
     for start, end in spans(len(g), CHUNK // (2 * len(s) + 1), g):
         part = [wide(x[..., start:end]) for x in (g[None], s, y, p)]
-        if what == MEASURE:
+        if phase == MEASURE:
             total += torch.cat(part[:3]) @ torch.cat(part[:3:2]).mT
-        elif what == SLOPE:
+        elif phase == SLOPE:
             total[0, 0] += part[0][0] @ part[3]
     dots.copy_(total if acc is None else total.add_(acc))
 
@@ -261,25 +261,25 @@ def lbfgs_dots_torch(dots, g, s, y, p, numbers, acc):
 lbfgs_dots.cost(lambda out, g, s, *given: Cost({"exp": 0.25 * out.spec.size * g.spec.size}))
 
 
-def _numbers(what, m, i=0, length=0.0):
-    return constant("numbers", np.array([what, i, length, *(0.5 - 0.3 * np.arange(2 * m + 1))]))
+def _numbers(phase, m, i=0, length=0.0):
+    return constant("numbers", np.array([phase, i, length, *(0.5 - 0.3 * np.arange(2 * m + 1))]))
 
 
 @opt_step_lbfgs.samples
 def opt_step_lbfgs_samples():
-    for what, m, shape in (
+    for phase, m, shape in (
         (MEASURE, 1, (3,)), (AIM, 1, (17,)), (AIM, 3, (4, 9)), (AIM, 2, (70_000,)), (MOVE, 2, (33,)),
         (MOVE, 3, (300, 70)), (KEEP, 2, (5, 7)), (FORGET, 2, (19,)),
     ):  # fmt: skip
         n = int(np.prod(shape))
         s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
-        numbers = _numbers(what, m, m - 1, 0.5)
+        numbers = _numbers(phase, m, m - 1, 0.5)
         yield from opt_step_lbfgs(weight("w", shape), input("g", shape), s, y, p, numbers)
 
 
 @lbfgs_dots.samples
 def lbfgs_dots_samples():
-    for what, m, shape in (
+    for phase, m, shape in (
         (MEASURE, 1, (3,)),
         (MEASURE, 3, (7, 11)),
         (MEASURE, 2, (70_000,)),
@@ -287,7 +287,7 @@ def lbfgs_dots_samples():
     ):
         n = int(np.prod(shape))
         s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
-        yield lbfgs_dots(input("g", shape), s, y, p, _numbers(what, m))
+        yield lbfgs_dots(input("g", shape), s, y, p, _numbers(phase, m))
     yield lbfgs_dots(
         input("g", (5,)),
         state("s", (1, 5)),

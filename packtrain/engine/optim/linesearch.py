@@ -70,11 +70,11 @@ class Search:
         low, high, best, length = start, None, start, first
         for _ in range(self.trials):
             point = at(length)
-            beyond = self.beyond(start, point)
-            if beyond is None:
+            too_far = self.beyond(start, point)
+            if too_far is None:
                 return point, None
             best = point if point.finite and point.loss < best.loss else best
-            low, high = (low, point) if beyond else (point, high)
+            low, high = (low, point) if too_far else (point, high)
             length = following(low, high)
             if not self.least <= length <= self.most or length in (low.length, point.length):
                 return best, f"no length between {low.length:.3g} and {point.length:.3g} is left"
@@ -89,18 +89,20 @@ def following(low: Point, high: Point | None) -> float:
     """The next length to try: where a cubic through both points is lowest, or farther out; as f32."""
     if high is None:
         return float(np.float32(low.length * FARTHEST if low.length else 1.0))
-    width, found = high.length - low.length, math.nan
+    width, trial_length = high.length - low.length, math.nan
     if high.finite:
         mean = low.slope + high.slope - 3 * (high.loss - low.loss) / width
-        inside = mean * mean - low.slope * high.slope
-        if inside >= 0:
-            root = math.sqrt(inside)
+        discriminant = mean * mean - low.slope * high.slope
+        if discriminant >= 0:
+            root = math.sqrt(discriminant)
             down = high.slope - low.slope + 2 * root
-            found = high.length - width * (high.slope + root - mean) / down if down else math.nan
-    if not math.isfinite(found):
-        found = low.length + width / 2
-    near, far = low.length + NEAREST * width, high.length - NEAREST * width
-    return float(np.float32(min(max(found, near), far)))
+            trial_length = (
+                high.length - width * (high.slope + root - mean) / down if down else math.nan
+            )
+    if not math.isfinite(trial_length):
+        trial_length = low.length + width / 2
+    min_length, max_length = low.length + NEAREST * width, high.length - NEAREST * width
+    return float(np.float32(min(max(trial_length, min_length), max_length)))
 
 
 def direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray:

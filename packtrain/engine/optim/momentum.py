@@ -44,12 +44,12 @@ def opt_momentum_torch(out, b, g, momentum, gate):
 @opt_momentum.samples
 def opt_momentum_samples():
     for n, gate in ((1, 1.0), (17, 0.5), (64, np.nan), (70_000, 1.0)):
-        given = (
+        inputs = (
             input("g", (n,)),
             constant("momentum", np.array(0.9)),
             constant("gate", np.array(gate)),
         )
-        yield from opt_momentum(state("b", (n,)), *given)
+        yield from opt_momentum(state("b", (n,)), *inputs)
 
 
 def number_of(hyper: Tensor, at: int) -> Tensor:

@@ -41,12 +41,14 @@ class Muon(AdamW):
 
     def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
         if not _turned(w):
-            own = replace(given, hyper=ops.narrow(given.hyper, axis=0, start=0, length=len(HYPER)))
-            return AdamW.update(self, w, g, *states, given=own)
+            adamw_inputs = replace(
+                given, hyper=ops.narrow(given.hyper, axis=0, start=0, length=len(HYPER))
+            )
+            return AdamW.update(self, w, g, *states, given=adamw_inputs)
         share = number_of(given.hyper, len(HYPER))
         (b,) = opt_momentum(states[0], g, share, given.gate)
-        along = ops.add(ops.mul(g, given.gate), ops.mul(b, share))  # Nesterov's
-        step = ops.scale(orthogonal(along), by=LIKE_ADAMW * max(w.shape) ** 0.5)
+        direction = ops.add(ops.mul(g, given.gate), ops.mul(b, share))  # Nesterov's
+        step = ops.scale(orthogonal(direction), by=LIKE_ADAMW * max(w.shape) ** 0.5)
         numbers = ops.slice(given.hyper, start=(0,), shape=(2,), step=(4,))  # lr and weight_decay
         read = w, step, numbers, ops.div(given.gate, given.gate), given.key(w)
         return b, *opt_step_sgd(*read, decay=self.decay_axes <= 2, stream=stream_of(w))

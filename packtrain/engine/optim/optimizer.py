@@ -81,9 +81,11 @@ class Optimizer:
 
     def check(self) -> None:
         """Raise InputError unless the settings are within the bounds of their flags."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {name: v.item() if isinstance(v, np.generic) else v for name, v in found.items()}
-        clean(type(self), plain, "optimizer")
+        settings = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {
+            name: v.item() if isinstance(v, np.generic) else v for name, v in settings.items()
+        }
+        clean(type(self), values, "optimizer")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         """The values of `hyper` at step t, counted from 1."""
@@ -97,16 +99,18 @@ class Optimizer:
         """The new handles of everything that a step changes for w."""
         raise NotImplementedError
 
-    def updates(self, pairs: Iterable[tuple[Tensor, Tensor]], given: Given) -> Iterator[Tensor]:
+    def updates(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: Given
+    ) -> Iterator[Tensor]:
         """The same for pairs of weight and gradient, each as soon as it is complete."""
         for w, g in pairs:
-            yield from self.update(w, g, *self.states(w), given=given)
+            yield from self.update(w, g, *self.states(w), given=step_inputs)
 
     def measured(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], given: Given
+        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: Given
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """More outputs of a separate update graph, for `drive`, and its updates."""
-        return {}, list(self.updates(pairs, given))
+        return {}, list(self.updates(pairs, step_inputs))
 
     def drive(self, turn: Turn, t: int, lr: float) -> Values:
         """Run step t; returns `loss` and `squares` of its first evaluation."""

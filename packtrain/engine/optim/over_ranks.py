@@ -25,17 +25,20 @@ def reduce_scatter(total: Tensor, g: Tensor, fresh: Tensor, *, share: Share) -> 
         fresh  ()     f32   not 0 in the first micro-batch of a step
         share  the number of this rank, and how many there are
     """
-    own = len(range(g.spec.size)[part_of(g.spec.size, *share)])
-    fits = total.spec.size == own and total.dtype == g.dtype == f32
-    want(fits, f"total is {total.spec}; for {g.spec} and the share {share} it must be f32[{own}]")
+    part_size = len(range(g.spec.size)[part_of(g.spec.size, *share)])
+    fits = total.spec.size == part_size and total.dtype == g.dtype == f32
+    want(
+        fits,
+        f"total is {total.spec}; for {g.spec} and the share {share} it must be f32[{part_size}]",
+    )
     want(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
     return total.spec
 
 
 @reduce_scatter.kernel("numpy")
 def reduce_scatter_numpy(out, total, g, fresh, *, share):
-    own = g.reshape(-1)[part_of(g.size, *share)].reshape(total.shape)
-    total[...] = own if fresh else total + own
+    local_part = g.reshape(-1)[part_of(g.size, *share)].reshape(total.shape)
+    total[...] = local_part if fresh else total + local_part
 
 
 @reduce_scatter.kernel("cpu")
@@ -54,9 +57,13 @@ reduce_scatter.cost(elementwise())
 
 @reduce_scatter.samples
 def reduce_scatter_samples():
-    for n, fresh, share, own in ((1, 0.0, (0, 1), 1), (70, 1.0, (0, 2), 48), (70, 0.0, (1, 2), 22)):
-        given = input("g", (n,)), constant("fresh", np.array(fresh))
-        yield reduce_scatter(state("total", (own,)), *given, share=share)
+    for n, fresh, share, part_size in (
+        (1, 0.0, (0, 1), 1),
+        (70, 1.0, (0, 2), 48),
+        (70, 0.0, (1, 2), 22),
+    ):
+        inputs = input("g", (n,)), constant("fresh", np.array(fresh))
+        yield reduce_scatter(state("total", (part_size,)), *inputs, share=share)
 
 
 @op(writes=(0,))

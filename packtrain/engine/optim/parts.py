@@ -35,8 +35,8 @@ def parts(
         part, run = part_of_weight(w, share), part_of(w.spec.size, *share)
         if part is not None:
             flat = ops.reshape(g, shape=(g.spec.size,))
-            own = ops.narrow(flat, axis=0, start=run.start, length=run.stop - run.start)
-            yield part, ops.reshape(own, shape=part.shape)
+            local_grad = ops.narrow(flat, axis=0, start=run.start, length=run.stop - run.start)
+            yield part, ops.reshape(local_grad, shape=part.shape)
 
 
 def whole_name(name: str) -> str:

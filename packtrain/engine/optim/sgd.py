@@ -47,8 +47,8 @@ class SGD(Optimizer):
         for b in states:
             share = number_of(given.hyper, 2)
             handles = opt_momentum(b, g, share, gate)
-            (along,) = handles
-            g = ops.add(ops.mul(g, gate), ops.mul(along, share)) if self.nesterov else along
+            (direction,) = handles
+            g = ops.add(ops.mul(g, gate), ops.mul(direction, share)) if self.nesterov else direction
             gate = ops.div(gate, gate)  # 1, or NaN
         numbers = ops.narrow(given.hyper, axis=0, start=0, length=2)
         read = w, g, numbers, gate, given.key(w)
@@ -91,8 +91,8 @@ def opt_step_sgd(
 def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
     if np.isfinite(gate):
         lr, weight_decay = hyper
-        kept = floats(w) * (1 - lr * weight_decay * decay)
-        write(w, kept - lr * (g * gate), key, stream)
+        decayed = floats(w) * (1 - lr * weight_decay * decay)
+        write(w, decayed - lr * (g * gate), key, stream)
 
 
 @opt_step_sgd.kernel("cpu")
@@ -106,8 +106,8 @@ def opt_step_sgd_torch(out, w, g, hyper, gate, key, *, decay, stream):
     lr, weight_decay = hyper.unbind()
     fine = gate.isfinite()
     for start, (part, slope) in weights.parts_of(w, g):
-        kept = real(part) * (1 - lr * weight_decay * decay)
-        weights.write_torch(part, kept - (slope * gate).mul_(lr), key, stream, start, fine)
+        decayed = real(part) * (1 - lr * weight_decay * decay)
+        weights.write_torch(part, decayed - (slope * gate).mul_(lr), key, stream, start, fine)
 
 
 @opt_step_sgd.samples

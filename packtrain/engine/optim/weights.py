@@ -13,12 +13,12 @@ from packtrain.kernels.counter import key as mixed
 from packtrain.kernels.counter import uniform_numpy
 
 
-def want_weight(w: Tensor, key: Tensor | None, *others: Tensor) -> None:
+def want_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
     """A weight is f32, or bf16 with a key for its rounding; its gradient and moments are f32."""
-    given = ", ".join(str(t.spec) for t in others)
+    specs = ", ".join(str(t.spec) for t in tensors)
     want(
-        w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in others),
-        f"w is {w.spec} with {given}; these must be f32{[*w.shape]}, and w f32 or bf16",
+        w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in tensors),
+        f"w is {w.spec} with {specs}; these must be f32{[*w.shape]}, and w f32 or bf16",
     )
     fits = key is None if w.dtype == f32 else key is not None and key.spec == Spec((2,), i64)
     want(fits, f"w is {w.spec}, key {key and key.spec}; a key, i64[2], is only for bf16")
@@ -38,11 +38,11 @@ def write(w, values, key, stream):
     w[...] = (words >> 16).astype(np.uint16).view(w.dtype)
 
 
-def parts_of(w, *others):
+def parts_of(w, *tensors):
     """(start, arrays) of flat parts of tensors, so that an update needs room for a part only."""
-    whole = [t.view(-1) for t in (w, *others)]
-    for start, end in spans(len(whole[0]), CHUNK, w):
-        yield start, [t[start:end] for t in whole]
+    flat_tensors = [t.view(-1) for t in (w, *tensors)]
+    for start, end in spans(len(flat_tensors[0]), CHUNK, w):
+        yield start, [t[start:end] for t in flat_tensors]
 
 
 def write_torch(w, values, key, stream, start, fine):

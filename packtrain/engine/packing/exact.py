@@ -39,13 +39,13 @@ def lower(
     size: Ints,
     offsets: Ints,
     bound: int,
-    enough: int = 0,
+    target_height: int = 0,
     clock: Clock = UNLIMITED,
 ) -> Iterator[tuple[Ints, bool]]:
     """Yields better and better offsets than those given, and whether they are proved optimal.
 
     bound    lower bound of the bytes
-    enough   bytes at which to stop
+    target_height   bytes at which to stop
     clock    when to stop; one that is limited replaces the limit on work
     """
     if not can_load(clock):
@@ -57,9 +57,14 @@ def lower(
     while True:
         part = max(parts, key=lambda p: p.height)
         before, proved = part.height, part.proved
-        if before * unit <= max(bound, enough) or proved or not part.countable or budget.spent:
+        if (
+            before * unit <= max(bound, target_height)
+            or proved
+            or not part.countable
+            or budget.spent
+        ):
             return
-        part.try_lower(bound // unit, enough // unit, budget)
+        part.try_lower(bound // unit, target_height // unit, budget)
         offsets[part.members] = part.offsets * unit
         highest = max(parts, key=lambda p: p.height)
         proved = highest.proved or highest.height * unit <= bound
@@ -127,15 +132,15 @@ class _Part:
     def proved(self) -> bool:
         return self.height <= self.least
 
-    def try_lower(self, bound: int, enough: int, budget: _Budget) -> None:
-        """One round, doubling the limit for the next: tries `enough` or the bound, then bisects above it."""
+    def try_lower(self, bound: int, target_height: int, budget: _Budget) -> None:
+        """One round, doubling the limit for the next: tries `target_height` or the bound, then bisects above it."""
         self.least = max(self.least, bound)
-        if self.least <= enough < self.height:
-            self._search(enough, self.limit, budget)
+        if self.least <= target_height < self.height:
+            self._search(target_height, self.limit, budget)
         else:
             self._search(self.least, self.limit, budget)
-            hard, near = self.least, (self.height - self.least) // 64
-            while self.height - 1 - hard > near:
+            hard, tolerance = self.least, (self.height - self.least) // 64
+            while self.height - 1 - hard > tolerance:
                 target = (hard + self.height) // 2
                 if not self._search(target, self.limit // 4, budget):
                     hard = target
@@ -146,10 +151,10 @@ class _Part:
         for order in ORDERS:
             if not self.least <= target < self.height or budget.spent:
                 break
-            found, offsets = self._search_in_order(order, target, limit, budget)
-            if found == FOUND:
+            status, offsets = self._search_in_order(order, target, limit, budget)
+            if status == FOUND:
                 self.offsets, self.height = offsets, int((offsets + self.size).max())
-            elif found != STOPPED:
+            elif status != STOPPED:
                 self.least = target + 1
         return self.height <= target
 
@@ -167,15 +172,15 @@ class _Part:
         n = len(order)
         offsets, stack = np.zeros((2, n), np.int64), np.empty(min(3 * n * (n + 2), ROOM), np.int64)
         sections = np.zeros((3, int(last.max()) + 1), np.int64)
-        given = min(limit, budget.left)
-        limits = np.array([given, 0, target, self.bits])
+        work_limit = min(limit, budget.left)
+        limits = np.array([work_limit, 0, target, self.bits])
         kernel: Any = kernels.packing
         run = partial(kernel.pack, buffers, sections, stack, offsets, limits)
-        found = _deep(run, n, budget.clock, limits)
-        budget.left -= given - int(limits[0])
+        status = _deep(run, n, budget.clock, limits)
+        budget.left -= work_limit - int(limits[0])
         result = np.empty(n, np.int64)
         result[order] = offsets[0]
-        return found, result
+        return status, result
 
 
 def _deep(run: Callable[[], int], depth: int, clock: Clock, limits: Ints) -> int:

@@ -25,18 +25,18 @@ def guesses(
     orders: Iterable[tuple[Callable[..., Ints | None], tuple[Ints, ...]]], lives: Ints, clock: Clock
 ) -> Iterator[Ints]:
     """The offsets of each packer for its order, in turn, until time runs out; several are made side by side."""
-    given = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
+    jobs = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
     with ThreadPoolExecutor(kernels.threads()) as pool:
-        made = [pool.submit(compiled, name, lives, by, stop, clock) for name, by, stop in given]
+        futures = [pool.submit(compiled, name, lives, by, stop, clock) for name, by, stop in jobs]
         try:
-            for future in made:
+            for future in futures:
                 offsets = future.result()
                 if offsets is None:
                     return
                 yield offsets
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            for *_, limits in given:
+            for *_, limits in jobs:
                 limits[1] = 1
 
 
@@ -45,6 +45,8 @@ def compiled(name: str, lives: Ints, order: Ints, limits: Ints, clock: Clock) ->
     by = np.argsort(lives[:, 0], kind="stable")  # neighbours are alive together
     place = np.empty_like(by)
     place[by] = np.arange(len(by))
-    scratch, made = np.empty((len(lives), 4), np.int64), np.zeros(len(lives), np.int64)
-    run = partial(getattr(kernels.packing, name), lives[by], place[order], made, scratch, limits)
-    return made[place] if stopped_by(clock, run, limits) == FOUND else None
+    scratch, packed_offsets = np.empty((len(lives), 4), np.int64), np.zeros(len(lives), np.int64)
+    run = partial(
+        getattr(kernels.packing, name), lives[by], place[order], packed_offsets, scratch, limits
+    )
+    return packed_offsets[place] if stopped_by(clock, run, limits) == FOUND else None

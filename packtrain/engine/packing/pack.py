@@ -57,13 +57,13 @@ def packings(
     end: npt.ArrayLike,
     size: npt.ArrayLike,
     *,
-    enough: int = 0,
+    target_height: int = 0,
     seconds: float | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Packing]:
     """Yields packings, each smaller than the one before, or equal and now proved. The last is the best.
 
-    enough   stop at a packing of at most this many bytes
+    target_height   stop at a packing of at most this many bytes
     seconds  time limit, instead of the limit on work; `now` is the time. Looked at for each buffer that is placed
     """
     clock = Clock(seconds, now)
@@ -75,10 +75,10 @@ def packings(
         if best is None or nbytes < best.nbytes:
             best = Packing(offsets, nbytes, bound, witness, nbytes <= bound)
             yield best
-        if nbytes <= max(bound, enough):
+        if nbytes <= max(bound, target_height):
             return
     assert best is not None
-    for offsets, proved in exact.lower(start, end, size, best.offsets, bound, enough, clock):
+    for offsets, proved in exact.lower(start, end, size, best.offsets, bound, target_height, clock):
         yield Packing(offsets, height(size, offsets), bound, witness, proved)
 
 
@@ -108,11 +108,11 @@ def height(size: Ints, offsets: Ints) -> int:
 def clash(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
     """Two buffers that share a byte at one time, if there are any. Shares no code with the packers."""
     low, top = offsets.tolist(), (offsets + size).tolist()
-    begins = [(t, 1, i) for i, t in enumerate(start.tolist())]
-    ends = [(t, 0, i) for i, t in enumerate(end.tolist())]
+    start_events = [(t, 1, i) for i, t in enumerate(start.tolist())]
+    end_events = [(t, 0, i) for i, t in enumerate(end.tolist())]
     lows: list[int] = []  # of the buffers alive, none of which clash: sorted, and so are their tops
     owners: list[int] = []
-    for _, beginning, i in sorted(begins + ends):
+    for _, beginning, i in sorted(start_events + end_events):
         at = bisect_left(lows, low[i])
         if not beginning:
             del lows[at], owners[at]
@@ -168,22 +168,22 @@ def crowd(start: Ints, end: Ints, size: Ints) -> Ints:
     times, row = alive(start, end, size)
     first, last = np.searchsorted(times, start), np.searchsorted(times, end)
     octave = np.frexp(last - first)[1] - 1
-    most = np.zeros(len(size), np.int64)
+    peak_nbytes = np.zeros(len(size), np.int64)
     for k in range(int(octave.max(initial=-1)) + 1):  # row: the most of 2**k steps from each on
         at, width = np.flatnonzero(octave == k), 1 << k
-        most[at] = np.maximum(row[first[at]], row[last[at] - width])
+        peak_nbytes[at] = np.maximum(row[first[at]], row[last[at] - width])
         row = np.maximum(row[:-width], row[width:])
-    return most
+    return peak_nbytes
 
 
 def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
     """Buffers of sizes up to the same power of two on shelves, as few as their lives allow, one above the other."""
     octaves = np.frexp(size - 0.5)[1]
     shelf, free = np.zeros(len(size), np.int64), dict[int, list[int]]()
-    begins = [(t, 1, i) for i, t in enumerate(start.tolist())]
-    ends = [(t, 0, i) for i, t in enumerate(end.tolist())]
-    made: list[int] = []  # the octave of each shelf
-    for _, beginning, i in sorted(begins + ends):
+    start_events = [(t, 1, i) for i, t in enumerate(start.tolist())]
+    end_events = [(t, 0, i) for i, t in enumerate(end.tolist())]
+    shelf_octaves: list[int] = []  # the octave of each shelf
+    for _, beginning, i in sorted(start_events + end_events):
         octave = int(octaves[i])
         unused = free.setdefault(octave, [])
         if not beginning:
@@ -191,9 +191,9 @@ def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
         elif unused:
             shelf[i] = unused.pop()
         else:
-            shelf[i] = len(made)
-            made.append(octave)
-    heights = np.zeros(len(made), np.int64)
+            shelf[i] = len(shelf_octaves)
+            shelf_octaves.append(octave)
+    heights = np.zeros(len(shelf_octaves), np.int64)
     np.maximum.at(heights, shelf, size)
     return (np.cumsum(heights) - heights)[shelf]
 
@@ -209,11 +209,11 @@ def first_fit(
         if clock.over:
             return None
         (first, last), (bottom, top) = spans[:, :n], extents[:, :n]
-        near = np.flatnonzero((first < end[i]) & (last > start[i]))
-        floors = np.zeros(len(near) + 1, np.int64)
-        np.maximum.accumulate(top[near], out=floors[1:])
-        fits = bottom[near] - floors[:-1] >= size[i]
-        at = int(floors[int(fits.argmax()) if fits.any() else len(near)])
+        overlapping = np.flatnonzero((first < end[i]) & (last > start[i]))
+        floors = np.zeros(len(overlapping) + 1, np.int64)
+        np.maximum.accumulate(top[overlapping], out=floors[1:])
+        fits = bottom[overlapping] - floors[:-1] >= size[i]
+        at = int(floors[int(fits.argmax()) if fits.any() else len(overlapping)])
         offsets[i] = at
         slot = int(np.searchsorted(bottom, at))
         for rows, new in ((spans, (start[i], end[i])), (extents, (at, at + size[i]))):

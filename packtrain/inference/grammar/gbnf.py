@@ -70,8 +70,8 @@ class _Reader:
         self.check_depth(rules)
         empty = nullable(rules)
         first = {name: begins(rule, empty) for name, rule in rules.items()}
-        for own in rules:
-            self.check_left(first, own)
+        for rule_name in rules:
+            self.check_left(first, rule_name)
 
     def check_depth(self, rules: Rules) -> None:
         seen, path = {"root"}, [iter(nodes.names_in(rules["root"]))]
@@ -108,11 +108,13 @@ class _Reader:
         match = (LINES if lines else SPACE).match(self.text, self.at)
         self.at = match.end() if match else self.at
 
-    def take(self, pattern: re.Pattern[str], what: str) -> str:
+    def take(self, pattern: re.Pattern[str], description: str) -> str:
         match = pattern.match(self.text, self.at)
         if match is None:
             self.fail(
-                f"{what} is expected" if self.peek() else f"the text ends where {what} is expected"
+                f"{description} is expected"
+                if self.peek()
+                else f"the text ends where {description} is expected"
             )
         self.at = match.end()
         return match[0]
@@ -161,8 +163,8 @@ class _Reader:
         if sign == ".":
             self.at += 1
             return Chars(EVERY)
-        begun = self.at
-        return Name(self.take(WORD, ""), begun) if WORD.match(sign) else None
+        start = self.at
+        return Name(self.take(WORD, ""), start) if WORD.match(sign) else None
 
     def char(self) -> int:
         """One character, perhaps escaped."""
@@ -193,10 +195,10 @@ class _Reader:
         self.at += 1
         codes = []
         while self.peek() != '"':
-            begun = self.at
+            start = self.at
             codes.append(self.char())
             if codes[-1] in SURROGATES:
-                self.fail(f"{codes[-1]:X} is half a character", begun)
+                self.fail(f"{codes[-1]:X} is half a character", start)
         self.at += 1
         return Sequence(tuple(Chars(((code, code),)) for code in codes))
 
@@ -212,20 +214,20 @@ class _Reader:
                 high = self.char()
             ranges.append((low, high))
         self.at += 1
-        found = nodes.merged(ranges, negated)
-        if not found:
+        char_ranges = nodes.merged(ranges, negated)
+        if not char_ranges:
             self.fail("the brackets hold no character")
-        return Chars(found)
+        return Chars(char_ranges)
 
     def token(self) -> Node:
-        begun = self.at
-        given = self.take(TOKEN, "a token, <name> or <[id]>,")
-        match = TOKEN.fullmatch(given)
+        start = self.at
+        text = self.take(TOKEN, "a token, <name> or <[id]>,")
+        match = TOKEN.fullmatch(text)
         number = match[1] if match else None
-        id = int(number) if number else self.token_id(given.lstrip("!"))
+        id = int(number) if number else self.token_id(text.lstrip("!"))
         if id is None or id >= self.size:
-            self.fail(f"the vocabulary has no token {given.lstrip('!')}", begun)
-        return nodes.Token(id, given.startswith("!"))
+            self.fail(f"the vocabulary has no token {text.lstrip('!')}", start)
+        return nodes.Token(id, text.startswith("!"))
 
     def repeat(self, part: Node, inside: bool) -> Node:
         sign = self.peek()
@@ -235,22 +237,24 @@ class _Reader:
         if sign != "{":
             return Repeat(part, *TIMES[sign])
         self.space(inside)
-        least = self.times()
-        most: int | None = least
+        min_times = self.times()
+        max_times: int | None = min_times
         self.space(inside)
         if self.peek() == ",":
             self.at += 1
             self.space(inside)
-            most = self.times() if INTEGER.match(self.peek()) else None
+            max_times = self.times() if INTEGER.match(self.peek()) else None
             self.space(inside)
         if self.peek() != "}":
             self.fail("} is expected")
         self.at += 1
-        if least > MOST_TIMES:
-            self.fail(f"{least} repetitions are more than {MOST_TIMES}")
-        if most is not None and most < least:
-            self.fail(f"{{{least},{most}}} ends before it begins")
-        return Repeat(part, least, None if most is not None and most > MOST_TIMES else most)
+        if min_times > MOST_TIMES:
+            self.fail(f"{min_times} repetitions are more than {MOST_TIMES}")
+        if max_times is not None and max_times < min_times:
+            self.fail(f"{{{min_times},{max_times}}} ends before it begins")
+        return Repeat(
+            part, min_times, None if max_times is not None and max_times > MOST_TIMES else max_times
+        )
 
     def times(self) -> int:
         digits = self.take(INTEGER, "a number of times")
@@ -275,12 +279,12 @@ def begins(node: Node, empty: dict[str, bool]) -> list[Name]:
         return [name for part in node.parts for name in begins(part, empty)]
     if isinstance(node, Repeat):
         return begins(node.part, empty)
-    found: list[Name] = []
+    names: list[Name] = []
     for part in node.parts if isinstance(node, Sequence) else ():
-        found += begins(part, empty)
+        names += begins(part, empty)
         if not is_empty(part, empty):
             break
-    return found
+    return names
 
 
 def is_empty(node: Node, empty: dict[str, bool]) -> bool:
@@ -296,10 +300,10 @@ def is_empty(node: Node, empty: dict[str, bool]) -> bool:
 
 def nullable(rules: Rules) -> dict[str, bool]:
     """Which rules have the empty text."""
-    found, order = dict.fromkeys(rules, False), nodes.ordered(rules)
+    is_nullable, order = dict.fromkeys(rules, False), nodes.ordered(rules)
     while True:
-        before = sum(found.values())
+        before = sum(is_nullable.values())
         for name in order:
-            found[name] = is_empty(rules[name], found)
-        if sum(found.values()) == before:
-            return found
+            is_nullable[name] = is_empty(rules[name], is_nullable)
+        if sum(is_nullable.values()) == before:
+            return is_nullable

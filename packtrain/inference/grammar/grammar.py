@@ -36,9 +36,9 @@ class Grammar:
         self._words, self._triggers = [word.encode() for word in words], frozenset(tokens)
         self._matcher = matcher(self._table, source)
         self._check("it cannot be used")
-        begun = self._mask().any()
+        can_begin = self._mask().any()
         self._check("it cannot be used")
-        if not self.complete and not begun:
+        if not self.complete and not can_begin:
             raise InputError("grammar: no token of this vocabulary can begin a text of it")
         self._fresh = self._matcher.deep_copy()
         self.awaits = bool(words or tokens)
@@ -63,12 +63,12 @@ class Grammar:
 
     def copy(self) -> "Grammar":
         """A grammar in the same state that goes its own way."""
-        other = Grammar.__new__(Grammar)
-        other.__dict__ |= self.__dict__ | {
+        duplicate = Grammar.__new__(Grammar)
+        duplicate.__dict__ |= self.__dict__ | {
             "_matcher": self._matcher.deep_copy(),
             "_ids": [*self._ids],
         }
-        return other
+        return duplicate
 
     @property
     def over(self) -> bool:
@@ -84,12 +84,12 @@ class Grammar:
         """(size,) bool: the tokens that can come; None: all. Raises InputError."""
         if self.awaits:
             return None
-        found = np.zeros(size, bool)
+        allowed = np.zeros(size, bool)
         mask = self._mask()[:size]
-        found[: len(mask)] = mask
-        found[[*self._tokenizer.ends]] = self.complete
+        allowed[: len(mask)] = mask
+        allowed[[*self._tokenizer.ends]] = self.complete
         self._check("it became too large")
-        return found
+        return allowed
 
     def accept(self, id: int) -> None:
         """The token that came. Raises InputError if it cannot."""
@@ -106,13 +106,13 @@ class Grammar:
         """Forget the last tokens."""
         if not count:
             return
-        kept = self._ids[:-count]
-        self._ids = [*kept]
+        retained_ids = self._ids[:-count]
+        self._ids = [*retained_ids]
         if not self._lazy:
             self._matcher.rollback(count)
             return
         self._matcher, self.awaits, self._ids = self._fresh.deep_copy(), True, []
-        for id in kept:
+        for id in retained_ids:
             self.accept(id)
 
     def _await(self, id: int) -> None:
@@ -136,14 +136,16 @@ class Grammar:
 
     def _check(self, fact: str) -> None:
         if self._matcher.is_error():
-            why: Any = self._matcher.get_error()
-            lines = [line.strip() for line in str(why).splitlines() if line.strip()] or [""]
+            message: Any = self._matcher.get_error()
+            lines = [line.strip() for line in str(message).splitlines() if line.strip()] or [""]
             if any(words in lines[0] for words in DEEP):
                 raise InputError(f"grammar: {fact}: it is too large or too deep for llguidance")
             if lines[0] == DEAD_END:
                 raise InputError("grammar: no token of this vocabulary can come next")
-            more = "".join(f" {line[len(REASON) :]}" for line in lines if line.startswith(REASON))
-            raise InputError(f"grammar: {fact}: {PLACE.sub('', lines[0])}{more}")
+            reasons = "".join(
+                f" {line[len(REASON) :]}" for line in lines if line.startswith(REASON)
+            )
+            raise InputError(f"grammar: {fact}: {PLACE.sub('', lines[0])}{reasons}")
 
 
 def _text(piece: bytes) -> str:

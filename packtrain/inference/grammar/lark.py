@@ -28,25 +28,25 @@ MOST_TEXT = 1 << 20  # characters of the rules in a lexeme
 
 def to_lark(rules: Rules) -> str:
     """The grammar as llguidance reads it."""
-    made = _Lexemes(rules)
+    lexemes = _Lexemes(rules)
     while True:
-        read = made.read()
-        follow = followers(read, len(made.nodes))
+        read = lexemes.read()
+        follow = followers(read, len(lexemes.nodes))
         if not any(follow):
-            return _printed(read, made)
+            return _printed(read, lexemes)
         automaton = Automaton(rules)
         try:
-            for node in made.nodes:
+            for node in lexemes.nodes:
                 automaton.add(node)
             automaton.classify()
-            wrong = automaton.conflicts(follow)
+            conflicting = automaton.conflicts(follow)
         except (TooLarge, RecursionError):
-            wrong = {*range(len(made.nodes))}
-        large = [n for n in wrong if not isinstance(made.nodes[n], Chars)]
+            conflicting = {*range(len(lexemes.nodes))}
+        large = [n for n in conflicting if not isinstance(lexemes.nodes[n], Chars)]
         if not large:
-            return _printed(read, made)
+            return _printed(read, lexemes)
         for number in large:
-            made.divide(number)
+            lexemes.divide(number)
 
 
 class _Lexemes:
@@ -92,7 +92,7 @@ class _Lexemes:
             name = waiting.pop()
             if name not in read:
                 read[name] = self._read(self.rules[name])
-                waiting += [found.rule for found in grammar_nodes.names_in(read[name])]
+                waiting += [reference.rule for reference in grammar_nodes.names_in(read[name])]
         return read
 
     def _read(self, node: Node) -> Node:
@@ -102,10 +102,12 @@ class _Lexemes:
             return type(node)(tuple(map(self._read, node.parts)))
         if isinstance(node, Sequence | Choice):
             parts: list[Node] = []
-            for whole, run in groupby(node.parts, self._is_whole):
+            for is_whole, run in groupby(node.parts, self._is_whole):
                 group = tuple(run)
-                one = whole and self.is_regular(*group)
-                parts += [self._read(self._group(node, group))] if one else map(self._read, group)
+                is_lexeme = is_whole and self.is_regular(*group)
+                parts += (
+                    [self._read(self._group(node, group))] if is_lexeme else map(self._read, group)
+                )
             return type(node)(tuple(parts))
         if isinstance(node, Repeat):
             return Repeat(self._read(node.part), node.least, node.most)
@@ -131,13 +133,13 @@ class _Lexemes:
         return grammar_nodes.Lexeme(number, is_empty(node, self.empty))
 
 
-def _printed(read: Rules, made: _Lexemes) -> str:
+def _printed(read: Rules, lexemes: _Lexemes) -> str:
     names = {name: f"r{number}" for number, name in enumerate(read)}
     lines = [HEAD, f"start: {names['root']}"]
     lines += [f"{names[name]}: {_shown(rule, names)}" for name, rule in read.items()]
-    for number, node in enumerate(made.nodes):
-        least = " & /(?s:.+)/" if is_empty(node, made.empty) else ""
-        lines.append(f"T{number}: /{regex(node, made.texts)}/{least}")
+    for number, node in enumerate(lexemes.nodes):
+        nonempty = " & /(?s:.+)/" if is_empty(node, lexemes.empty) else ""
+        lines.append(f"T{number}: /{regex(node, lexemes.texts)}/{nonempty}")
     return "\n".join(lines) + "\n"
 
 

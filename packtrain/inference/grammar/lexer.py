@@ -60,8 +60,8 @@ class Automaton:
             self.ranges.append(node.ranges)
             self.owner.append(owner)
             self.after.append(set())
-            here = {len(self.ranges) - 1}
-            return Span(here, here, False)
+            places = {len(self.ranges) - 1}
+            return Span(places, places, False)
         if isinstance(node, Choice):
             spans = [self.span(part, owner) for part in node.parts]
             first, last = (
@@ -71,10 +71,10 @@ class Automaton:
         if isinstance(node, Repeat):
             return self.repeated(node, owner)
         assert isinstance(node, Sequence)
-        whole = Span(set(), set(), True)
+        sequence_span = Span(set(), set(), True)
         for part in node.parts:
-            whole = self.joined(whole, self.span(part, owner))
-        return whole
+            sequence_span = self.joined(sequence_span, self.span(part, owner))
+        return sequence_span
 
     def joined(self, a: Span, b: Span) -> Span:
         for place in a.last:
@@ -94,12 +94,12 @@ class Automaton:
     def classify(self) -> None:
         """Masks of the places."""
         edges = sorted({edge for r in self.ranges for low, high in r for edge in (low, high + 1)})
-        known: dict[Ranges, int] = {}
+        masks_by_ranges: dict[Ranges, int] = {}
         for r in self.ranges:
-            if r not in known:
+            if r not in masks_by_ranges:
                 spans = ((bisect_left(edges, low), bisect_left(edges, high + 1)) for low, high in r)
-                known[r] = sum((1 << b) - (1 << a) for a, b in spans)
-            self.masks.append(known[r])
+                masks_by_ranges[r] = sum((1 << b) - (1 << a) for a, b in spans)
+            self.masks.append(masks_by_ranges[r])
 
     def conflicts(self, follow: list[set[int]]) -> set[int]:
         """Lexemes that can swallow what belongs to the one after another; follow: lexemes that can come next."""
@@ -107,10 +107,10 @@ class Automaton:
         next = [0] * len(heads)
         heads.append(-1)  # every bit: a token other than one can begin with any character
         for number, lexemes in enumerate(follow):
-            for other in lexemes:
-                next[number] |= heads[other]
+            for successor in lexemes:
+                next[number] |= heads[successor]
         lasts = {place for span in self.spans for place in span.last}
-        found, seen = set[int](), set[frozenset[int]]()
+        conflicting, seen = set[int](), set[frozenset[int]]()
         waiting = self.split({place for span in self.spans for place in span.first})
         while waiting:
             state = waiting.pop()
@@ -119,19 +119,21 @@ class Automaton:
             if len(seen) == MOST_STATES:
                 raise TooLarge
             seen.add(state)
-            more = set[int]().union(*(self.after[place] for place in state))
-            ended = 0
+            next_places = set[int]().union(*(self.after[place] for place in state))
+            follow_mask = 0
             for place in state & lasts:
-                ended |= next[self.owner[place]]
-            found |= {self.owner[place] for place in more if self.masks[place] & ended}
-            waiting += self.split(more)
-        return found
+                follow_mask |= next[self.owner[place]]
+            conflicting |= {
+                self.owner[place] for place in next_places if self.masks[place] & follow_mask
+            }
+            waiting += self.split(next_places)
+        return conflicting
 
     def mask(self, places: set[int]) -> int:
-        found = 0
+        mask = 0
         for place in places:
-            found |= self.masks[place]
-        return found
+            mask |= self.masks[place]
+        return mask
 
     def split(self, places: set[int]) -> list[frozenset[int]]:
         """The states that these places become, by the character that comes."""
@@ -149,15 +151,15 @@ class Automaton:
 
 def followers(rules: Rules, count: int) -> list[set[int]]:
     """For each lexeme those that can come after it."""
-    found: list[set[int]] = [set() for _ in range(count)]
+    followers_of: list[set[int]] = [set() for _ in range(count)]
     heads = _heads(rules)
-    ends: dict[str, set[int]] = {name: set() for name in rules}
+    after_rule: dict[str, set[int]] = {name: set() for name in rules}
 
     def visit(node: Node, after: set[int]) -> None:
         if isinstance(node, Lexeme):
-            found[node.number] |= after
+            followers_of[node.number] |= after
         elif isinstance(node, Name):
-            ends[node.rule] |= after
+            after_rule[node.rule] |= after
         elif isinstance(node, Choice):
             for part in node.parts:
                 visit(part, after)
@@ -170,11 +172,11 @@ def followers(rules: Rules, count: int) -> list[set[int]]:
                 after = first | after if empty else first
 
     while True:
-        before = sum(map(len, found)) + sum(map(len, ends.values()))
+        before = sum(map(len, followers_of)) + sum(map(len, after_rule.values()))
         for name, rule in rules.items():
-            visit(rule, set(ends[name]))
-        if before == sum(map(len, found)) + sum(map(len, ends.values())):
-            return found
+            visit(rule, set(after_rule[name]))
+        if before == sum(map(len, followers_of)) + sum(map(len, after_rule.values())):
+            return followers_of
 
 
 Heads = dict[str, tuple[set[int], bool]]
@@ -183,10 +185,10 @@ Heads = dict[str, tuple[set[int], bool]]
 def _heads(rules: Rules) -> Heads:
     heads: Heads = {name: (set(), False) for name in rules}
     while True:
-        now = {name: head(rule, heads) for name, rule in rules.items()}
-        if now == heads:
+        updated = {name: head(rule, heads) for name, rule in rules.items()}
+        if updated == heads:
             return heads
-        heads = now
+        heads = updated
 
 
 def head(node: Node, heads: Heads) -> tuple[set[int], bool]:
@@ -202,7 +204,7 @@ def head(node: Node, heads: Heads) -> tuple[set[int], bool]:
         return first, empty or not node.least
     first, empty = set[int](), isinstance(node, Sequence)
     for part in node.parts if isinstance(node, Sequence | Choice) else ():
-        more, none = head(part, heads)
-        first = first | more if empty or isinstance(node, Choice) else first
-        empty = empty and none if isinstance(node, Sequence) else empty or none
+        part_first, part_empty = head(part, heads)
+        first = first | part_first if empty or isinstance(node, Choice) else first
+        empty = empty and part_empty if isinstance(node, Sequence) else empty or part_empty
     return first, empty

@@ -81,32 +81,32 @@ def names_in(node: Node) -> list[Name]:
 
 def ordered(rules: Rules) -> list[str]:
     """All rules, those that a rule names before it, but where it is recursive."""
-    found, seen = list[str](), set[str]()
+    order, seen = list[str](), set[str]()
     path = [("", iter([Name(name, 0) for name in rules]))]
     while path:
-        own, names = path[-1]
+        rule_name, names = path[-1]
         name = next((name.rule for name in names if name.rule not in seen), None)
         if name is None:
-            found.append(own)
+            order.append(rule_name)
             path.pop()
         else:
             seen.add(name)
             path.append((name, iter(names_in(rules[name]))))
-    return found[:-1]
+    return order[:-1]
 
 
 def merged(ranges: list[tuple[int, int]], negated: bool = False) -> Ranges:
     """Sorted and joined, or all other characters; without surrogates."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for low, high in sorted(r for r in ranges if r[0] <= r[1]):
-        if found and low <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(high, found[-1][1])
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(high, joined[-1][1])
         else:
-            found.append((low, high))
+            joined.append((low, high))
     if negated:
-        ends = [-1, *(high for _, high in found)]
-        begins = [*(low for low, _ in found), MOST_CODE + 1]
-        found = [(a + 1, b - 1) for a, b in zip(ends, begins, strict=True)]
+        gap_starts = [-1, *(high for _, high in joined)]
+        begins = [*(low for low, _ in joined), MOST_CODE + 1]
+        joined = [(a + 1, b - 1) for a, b in zip(gap_starts, begins, strict=True)]
     low, high = SURROGATES[0] - 1, SURROGATES[-1] + 1
-    cut = [(a, min(b, low)) for a, b in found] + [(max(a, high), b) for a, b in found]
+    cut = [(a, min(b, low)) for a, b in joined] + [(max(a, high), b) for a, b in joined]
     return tuple(sorted((a, b) for a, b in cut if a <= b))

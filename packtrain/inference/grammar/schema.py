@@ -28,10 +28,12 @@ AROUND = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")  # in patterns: what no automaton 
 
 def of_schema(text: str) -> str:
     """The grammar of the documents that a schema describes. Raises InputError."""
-    schema, told = of_text(text), list[str]()
-    loosened(schema, told)
-    if told:
-        raise InputError(f"JSON schema: {told[0]} is not supported: no grammar can hold to it")
+    schema, unsupported = of_text(text), list[str]()
+    loosened(schema, unsupported)
+    if unsupported:
+        raise InputError(
+            f"JSON schema: {unsupported[0]} is not supported: no grammar can hold to it"
+        )
     return f"{HEAD}start: %json {spaced(schema)}\n"
 
 
@@ -40,8 +42,8 @@ def of_text(text: str) -> Any:
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise InputError(f"JSON schema, {where}: {error.msg}") from None
+        location = f"line {error.lineno}, column {error.colno}"
+        raise InputError(f"JSON schema, {location}: {error.msg}") from None
     except RecursionError:
         raise InputError("JSON schema: it is nested too deep") from None
     except ValueError:
@@ -55,8 +57,8 @@ def spaced(schema: Any) -> str:
     """A schema as llguidance takes it, with as much space in documents as llama.cpp lets come."""
     closer = _Closer(schema)
     try:
-        found = closer.closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
-        return json.dumps(found | {"$defs": closer.parts})
+        closed_schema = closer.closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
+        return json.dumps(closed_schema | {"$defs": closer.parts})
     except RecursionError:
         raise InputError("JSON schema: it is nested too deep") from None
     except (AttributeError, TypeError) as error:
@@ -76,28 +78,30 @@ def _moved(schema: Any, to: str) -> Any:
         return [_moved(part, to) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: part if key in PLAIN else _moved(part, to) for key, part in schema.items()}
+    moved_schema = {key: part if key in PLAIN else _moved(part, to) for key, part in schema.items()}
     if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
-        found["$ref"] = to + ref[1:]
-    return found
+        moved_schema["$ref"] = to + ref[1:]
+    return moved_schema
 
 
-def loosened(schema: Any, told: list[str], at: str = "") -> Any:
-    """The schema without what no grammar can hold answers to; `told` gets each such keyword and its property."""
+def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
+    """The schema without what no grammar can hold answers to; `unsupported` gets each such keyword and its property."""
     if isinstance(schema, list):
-        return [loosened(part, told, at) for part in schema]
+        return [loosened(part, unsupported, at) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = dict[str, Any]()
+    loose_schema = dict[str, Any]()
     for key, part in schema.items():
         if key in NAMED and isinstance(part, dict):
             parts = {k: {} if x is True else x for k, x in part.items()}
-            found[key] = {k: loosened(x, told, f"{at}.{k}".strip(".")) for k, x in parts.items()}
+            loose_schema[key] = {
+                k: loosened(x, unsupported, f"{at}.{k}".strip(".")) for k, x in parts.items()
+            }
         elif key in UNHELD or (key == "pattern" and AROUND.search(str(part))):
-            told += [f"{at}: {key}" if at else key] if part is not False else []
+            unsupported += [f"{at}: {key}" if at else key] if part is not False else []
         else:
-            found[key] = part if key in PLAIN else loosened(part, told, at)
-    return found
+            loose_schema[key] = part if key in PLAIN else loosened(part, unsupported, at)
+    return loose_schema
 
 
 class _Closer:
@@ -110,30 +114,38 @@ class _Closer:
         """merged: it is a part of another, which is closed."""
         if not isinstance(schema, dict):
             return schema
-        keys, found = schema.keys() & MERGED, dict[str, Any]()
+        keys, closed_schema = schema.keys() & MERGED, dict[str, Any]()
         single = len(keys) == 1 and ("allOf" not in keys or len(schema["allOf"]) == 1)
-        apart = single and not schema.keys() & OBJECTS and not merged
-        if "oneOf" in keys and apart:
+        is_separate = single and not schema.keys() & OBJECTS and not merged
+        if "oneOf" in keys and is_separate:
             self._check_distinct(schema["oneOf"])
         for key, part in schema.items():
             if key in ANNOTATIONS or (key, part) in IDLE:
                 continue
             if key in NAMED and isinstance(part, dict):
-                found[key] = {name: self.closed(one) for name, one in part.items()}
+                closed_schema[key] = {
+                    name: self.closed(subschema) for name, subschema in part.items()
+                }
             elif key == "$ref":
-                found[key] = self._named(part, not apart)
+                closed_schema[key] = self._named(part, not is_separate)
             elif key in MERGED and isinstance(part, list):
-                found[key] = [self.closed(one, not apart) for one in part]
+                closed_schema[key] = [self.closed(subschema, not is_separate) for subschema in part]
             elif key in PLAIN or key == "format":
-                found |= {} if key == "format" and part not in FORMATS else {key: part}
+                closed_schema |= {} if key == "format" and part not in FORMATS else {key: part}
             else:
-                many = isinstance(part, list)
-                found[key] = [self.closed(one) for one in part] if many else self.closed(part)
+                is_list = isinstance(part, list)
+                closed_schema[key] = (
+                    [self.closed(subschema) for subschema in part] if is_list else self.closed(part)
+                )
         is_part = merged and schema.get("unevaluatedProperties") is not False
-        end = {} if apart or is_part else self._end([*self._all(schema, set())])
+        end = {} if is_separate or is_part else self._end([*self._all(schema, set())])
         if not end or keys:
-            return {"allOf": [found, end]} if end else found
-        return end | found | {"properties": end["properties"] | found.get("properties", {})}
+            return {"allOf": [closed_schema, end]} if end else closed_schema
+        return (
+            end
+            | closed_schema
+            | {"properties": end["properties"] | closed_schema.get("properties", {})}
+        )
 
     def _end(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """What closes an object with all properties of its parts; nothing where one of them says what else may come."""
@@ -152,8 +164,8 @@ class _Closer:
         needed = (name for p in parts if not explicit for name in p.get("required", ()))
         names = [*(name for p in parts for name in p.get("properties", ())), *needed]
         patterns = [name for p in parts for name in p.get("patternProperties", ())]
-        found = {"properties": names, "patternProperties": patterns}
-        return {k: {name: {} for name in x} for k, x in found.items()} | {
+        keys_by_keyword = {"properties": names, "patternProperties": patterns}
+        return {k: {name: {} for name in x} for k, x in keys_by_keyword.items()} | {
             "additionalProperties": False
         }
 
@@ -177,27 +189,39 @@ class _Closer:
 
     def _target(self, ref: Any) -> Any:
         """What a pointer leads to; None if nowhere."""
-        found = self._root if isinstance(ref, str) and re.match(r"#(/|$)", ref) else None
+        target = self._root if isinstance(ref, str) and re.match(r"#(/|$)", ref) else None
         for step in map(unquote, str(ref).split("/")[1:]):
             key = step.replace("~1", "/").replace("~0", "~")
             items = (
-                {str(i): one for i, one in enumerate(found)} if isinstance(found, list) else found
+                {str(i): element for i, element in enumerate(target)}
+                if isinstance(target, list)
+                else target
             )
-            found = items.get(key) if isinstance(items, dict) else None
-        return found
+            target = items.get(key) if isinstance(items, dict) else None
+        return target
 
     def _check_distinct(self, branches: Any) -> None:
         """Raises InputError where a closed part of oneOf fits another one, which takes any properties."""
-        for one, other in permutations(([*self._all(part, set())] for part in branches), 2):
-            mine, its = (
-                dict(chain(*(p.get("properties", {}).items() for p in x))) for x in (one, other)
+        for branch, other_branch in permutations(
+            ([*self._all(part, set())] for part in branches), 2
+        ):
+            properties, other_properties = (
+                dict(chain(*(p.get("properties", {}).items() for p in x)))
+                for x in (branch, other_branch)
             )
-            needed = {name for part in other for name in part.get("required", ())}
-            both = [(_values(mine[n]), _values(its[n])) for n in needed & mine.keys() & its.keys()]
-            apart = any(a and b and a.isdisjoint(b) for a, b in both)
-            apart |= bool(mine) and not needed <= mine.keys()
-            apart |= any("object" not in p.get("type", "object") for p in one)
-            if its and not apart and not any(p.get("additionalProperties") is False for p in other):
+            needed = {name for part in other_branch for name in part.get("required", ())}
+            shared_values = [
+                (_values(properties[n]), _values(other_properties[n]))
+                for n in needed & properties.keys() & other_properties.keys()
+            ]
+            is_distinct = any(a and b and a.isdisjoint(b) for a, b in shared_values)
+            is_distinct |= bool(properties) and not needed <= properties.keys()
+            is_distinct |= any("object" not in p.get("type", "object") for p in branch)
+            if (
+                other_properties
+                and not is_distinct
+                and not any(p.get("additionalProperties") is False for p in other_branch)
+            ):
                 fact = "JSON schema: oneOf: an answer may fit several of its parts"
                 raise InputError(fact, "each must require what others lack; or write anyOf")
 

@@ -44,8 +44,8 @@ class _Words:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        plain = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(plain, bos=False, eos=False, special=False)
+        decoded = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(decoded, bos=False, eos=False, special=False)
 
 
 @lru_cache(maxsize=2)
@@ -58,7 +58,7 @@ def table(tokenizer: Tokenizer) -> Any:
     )
 
 
-def matcher(made: Any, source: str) -> Any:
+def matcher(token_table: Any, source: str) -> Any:
     """An LLMatcher of a grammar with a table."""
     library = llguidance()
-    return library.LLMatcher(made, library.LLMatcher.grammar_from_lark(source), log_level=0)
+    return library.LLMatcher(token_table, library.LLMatcher.grammar_from_lark(source), log_level=0)

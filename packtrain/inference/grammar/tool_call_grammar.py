@@ -28,18 +28,20 @@ class Calls:
 
     def split(self, text: str) -> list[str | int]:
         """A text as control tokens, by their ids, and what stands between them, without white space around it."""
-        found, at = list[str | int](), 0
+        parts, at = list[str | int](), 0
         for part in self._parts.finditer(text):
             if part[0] in self._ids:
-                found += [text[at : part.start()], self._ids[part[0]]]
+                parts += [text[at : part.start()], self._ids[part[0]]]
                 at = part.end()
-        return [x for x in (*found, text[at:]) if isinstance(x, int) or x.strip()]
+        return [x for x in (*parts, text[at:]) if isinstance(x, int) or x.strip()]
 
     def text(self, text: str | Sequence[str | int], first: bool = False) -> str:
         """The text, or its parts; white space around and between them may differ, but not before the `first` one."""
         parts = self.split(text) if isinstance(text, str) else text
-        made = (f"<[{part}]>" if isinstance(part, int) else self._words(part) for part in parts)
-        return " ".join([*(() if first else (SPACE,)), *(f"{one} {SPACE}" for one in made)])
+        symbols = (f"<[{part}]>" if isinstance(part, int) else self._words(part) for part in parts)
+        return " ".join(
+            [*(() if first else (SPACE,)), *(f"{symbol} {SPACE}" for symbol in symbols)]
+        )
 
     def _words(self, text: str) -> str:
         words = (x for word in text.split() for x in (self._word(word), SPACE))
@@ -60,9 +62,9 @@ class Calls:
         parts = self.split(until)
         if parts and isinstance(parts[0], int):
             return f"{self._rule('', ANY)} {self.text(parts)}"
-        first, *others = parts
+        first, *other_parts = parts
         stop = self._rule(f"[suffix={json.dumps(str(first).strip())}]", ANY)
-        return f"{stop} {self.text(others)}"
+        return f"{stop} {self.text(other_parts)}"
 
     def bare(self, quote: str) -> str:
         """An object with bare keys, and strings between such quotes: of any kind, as in llama.cpp's grammar."""
@@ -76,9 +78,9 @@ class Calls:
             ]
         return "bare"
 
-    def _rule(self, how: str, body: str) -> str:
+    def _rule(self, attributes: str, body: str) -> str:
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{how}: {body}\n")
+        self._rules.append(f"{name}{attributes}: {body}\n")
         return name
 
     def grammar(self, start: str, otherwise: str = "") -> str:

@@ -13,23 +13,26 @@ class Adapters:
 
     def __init__(self, lora: Lora | None, sequences: int) -> None:
         owners = {} if lora is None else lora.inputs()
-        self._owners = {name: np.array(own) for own, name in owners.items()}
-        count = 1 + max((int(own.max()) for own in self._owners.values()), default=-1)
+        self._owners = {name: np.array(indices) for indices, name in owners.items()}
+        count = 1 + max((int(indices.max()) for indices in self._owners.values()), default=-1)
         self.scales = np.zeros((sequences, count))
 
     def set(self, seqs: Sequence[int], scales: Sequence[Sequence[float]]) -> None:
         """Choose the scales of sequences. Raises ContextError if there are more adapters, or fewer."""
-        wanted = self.scales.shape[1]
-        given = next((len(own) for own in scales if len(own) != wanted), wanted)
-        if given != wanted:
+        num_adapters = self.scales.shape[1]
+        num_scales = next(
+            (len(seq_scales) for seq_scales in scales if len(seq_scales) != num_adapters),
+            num_adapters,
+        )
+        if num_scales != num_adapters:
             raise ContextError(
-                f"{given} scales of adapters are given; there are {wanted} to choose"
+                f"{num_scales} scales of adapters are given; there are {num_adapters} to choose"
             )
-        for seq, own in zip(seqs, scales, strict=False):
-            self.scales[seq] = own
+        for seq, seq_scales in zip(seqs, scales, strict=False):
+            self.scales[seq] = seq_scales
 
     def inputs(self, sets: Sequence[tuple[int, ...]], size: int) -> dict[str, np.ndarray]:
         """Of a run of `size` tokens with these sequences: the scales of each token, those of its first sequence."""
-        found = np.zeros((size, self.scales.shape[1]), np.float32)
-        found[: len(sets)] = self.scales[[own[0] for own in sets]]
-        return {name: found[:, own] for name, own in self._owners.items()}
+        token_scales = np.zeros((size, self.scales.shape[1]), np.float32)
+        token_scales[: len(sets)] = self.scales[[indices[0] for indices in sets]]
+        return {name: token_scales[:, indices] for name, indices in self._owners.items()}

@@ -25,12 +25,14 @@ class ContextError(ValueError):
     """A context cannot do what is asked; it stays as it was."""
 
 
-def at_least(least: int, **given: Any) -> None:
-    """Raise ContextError for one that is not a whole number, or below `least`."""
-    for name, number in given.items():
-        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-        if not whole or number < least:
-            raise ContextError(f"{name} is {number!r}; it must be a whole number, at least {least}")
+def at_least(min_value: int, **numbers: Any) -> None:
+    """Raise ContextError for one that is not a whole number, or below `min_value`."""
+    for name, number in numbers.items():
+        is_integer = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if not is_integer or number < min_value:
+            raise ContextError(
+                f"{name} is {number!r}; it must be a whole number, at least {min_value}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class Piece:
         """Whether several tokens are of a sequence with a state, and the last is not wanted: a prompt goes on."""
         if not self.source.size:
             return False
-        mine = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
-        return len(mine) > 1 and mine[-1] not in rows
+        seq_places = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
+        return len(seq_places) > 1 and seq_places[-1] not in rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,10 @@ class Pools:
     def of(cls, config: Config, cache: Cache, sequences: int, parts: bool) -> "Pools":
         window = max((config.reach_of(i) for i in range(config.block_count)), default=0)
         learned = config.context_length if config.traits.learned_positions else 0
-        width, plain = config.conv_width, not config.windowed
-        sizes = cache.cells, sequences, cache.ring, window, parts, learned, width, plain
-        near = "cell_" not in cache.pools(config)
-        return cls(*sizes, STATES * cache.sequences if config.scan else 0, near)
+        width, is_unwindowed = config.conv_width, not config.windowed
+        sizes = cache.cells, sequences, cache.ring, window, parts, learned, width, is_unwindowed
+        is_ring_only = "cell_" not in cache.pools(config)
+        return cls(*sizes, STATES * cache.sequences if config.scan else 0, is_ring_only)
 
     @property
     def all(self) -> Cells:
@@ -124,41 +126,45 @@ class Pools:
 
     def place(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> Piece:
         """Take cells for the next tokens, each of one or several sequences. Raises CacheFull, and takes none."""
-        seqs = np.array([own[0] for own in sets], np.int32)
+        seqs = np.array([token_seqs[0] for token_seqs in sets], np.int32)
         pos = self.positions(sets)
-        found = {"cell_": self.all.find(seqs)}
+        cells_by_pool = {"cell_": self.all.find(seqs)}
         if self.ring:
             self.expire(len(tokens))
-            found["ring_"] = self.pools["ring_"].find(seqs)
-        every = list(dict.fromkeys(seqs.tolist()))
-        line = np.array([every.index(seq) for seq in seqs], np.int32)
+            cells_by_pool["ring_"] = self.pools["ring_"].find(seqs)
+        unique_seqs = list(dict.fromkeys(seqs.tolist()))
+        line = np.array([unique_seqs.index(seq) for seq in seqs], np.int32)
         inputs = {"tokens": tokens, "pos": pos, "line": line}
-        read = {pool: cells for pool, cells in found.items() if pool != "cell_" or not self.near}
+        read = {
+            pool: cells for pool, cells in cells_by_pool.items() if pool != "cell_" or not self.near
+        }
         inputs |= {pool.rstrip("_"): cells for pool, cells in read.items()}
-        since = [self.all.next(seq) for seq in every]
-        for pool, cells in found.items():
+        since = [self.all.next(seq) for seq in unique_seqs]
+        for pool, cells in cells_by_pool.items():
             self.pools[pool].append(cells, pos, sets)
-        self.tokens[found["cell_"]] = tokens
+        self.tokens[cells_by_pool["cell_"]] = tokens
         source = np.empty(0, np.int32)
         if self.states:
             for seq in range(self.sequences):  # a state is kept until the run after it is done
-                first = since[every.index(seq)] if seq in every else self.all.next(seq)
+                first = since[unique_seqs.index(seq)] if seq in unique_seqs else self.all.next(seq)
                 self.pools[STATE].drop(seq, until=first - 1)
-            at = [int(np.flatnonzero(line == i)[-1]) for i in range(len(every))]
+            at = [int(np.flatnonzero(line == i)[-1]) for i in range(len(unique_seqs))]
             owners, last = [sets[i] for i in at], pos[at].tolist()
-            source, found[STATE] = self.pools[STATE].advance(every, since, last, owners)
-        return Piece(inputs, found, every, source)
+            source, cells_by_pool[STATE] = self.pools[STATE].advance(
+                unique_seqs, since, last, owners
+            )
+        return Piece(inputs, cells_by_pool, unique_seqs, source)
 
     def positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Of the next tokens. Raises ContextError where those of sequences that share a token differ."""
-        next = {seq: self.all.next(seq) for own in sets for seq in own}
+        next = {seq: self.all.next(seq) for token_seqs in sets for seq in token_seqs}
         pos = np.empty(len(sets), np.int32)
-        for i, own in enumerate(sets):
-            pos[i] = next[own[0]]
-            for seq in own:
+        for i, token_seqs in enumerate(sets):
+            pos[i] = next[token_seqs[0]]
+            for seq in token_seqs:
                 if next[seq] != pos[i]:
                     raise ContextError(
-                        f"a token is for sequences {own[0]} and {seq}, whose next positions are {pos[i]} and"
+                        f"a token is for sequences {token_seqs[0]} and {seq}, whose next positions are {pos[i]} and"
                         f" {next[seq]}; they must be equal"
                     )
                 next[seq] += 1
@@ -166,57 +172,57 @@ class Pools:
             raise ContextError(f"the model has learned {self.learned} positions; there are no more")
         return pos
 
-    def purged(self, seqs: np.ndarray, idle: list[int]) -> list[int]:
+    def purged(self, seqs: np.ndarray, idle_seqs: list[int]) -> list[int]:
         """The first of these idle sequences, without which tokens of `seqs` fit. Raises CacheFull."""
-        for count in range(len(idle) + 1):
+        for count in range(len(idle_seqs) + 1):
             try:
-                self.all.find(seqs, sum(map(bit, idle[:count])))
-                return idle[:count]
+                self.all.find(seqs, sum(map(bit, idle_seqs[:count])))
+                return idle_seqs[:count]
             except CacheFull as error:
-                lack = error
+                reason = error
         raise CacheFull(
-            f"{plural(len(seqs), 'token')} wanted: {lack}; remove or release a sequence, or give more cells"
+            f"{plural(len(seqs), 'token')} wanted: {reason}; remove or release a sequence, or give more cells"
         )
 
     def inputs(self, piece: Piece, size: int, *, flash: bool = True) -> dict[str, np.ndarray]:
         """Of a run of `size` tokens, whose last ones see nothing and write nothing."""
         count = lines(size, self.sequences)
-        given = padded(piece.inputs, size, count)
+        run_inputs = padded(piece.inputs, size, count)
         for pool, cells in self.pools.items():
             if (pool == "cell_" and not self.near) or (pool == "ring_" and not self.plain):
-                given |= cells.inputs(piece.seqs, count, pool, flash=flash)
+                run_inputs |= cells.inputs(piece.seqs, count, pool, flash=flash)
         if self.states:
-            given |= ends(piece.source, piece.cells[STATE], count)
+            run_inputs |= ends(piece.source, piece.cells[STATE], count)
         if self.width:  # convolutions read the ring if there is one
-            near = "ring_" if self.ring else "cell_"
-            new, line = given[near.rstrip("_")], given["line"]
-            given[f"{near}before"] = self.pools[near].before(piece.seqs, new, line)
-        return given
+            conv_pool = "ring_" if self.ring else "cell_"
+            new, line = run_inputs[conv_pool.rstrip("_")], run_inputs["line"]
+            run_inputs[f"{conv_pool}before"] = self.pools[conv_pool].before(piece.seqs, new, line)
+        return run_inputs
 
     def undo(self, piece: Piece) -> None:
         """Give back the cells of a piece that did not run."""
         for pool, cells in piece.cells.items():
             self.pools[pool].free_up(cells)
 
-    def begin(self, pool: str, seq: int, spare: int = SPARE) -> int:
+    def begin(self, pool: str, seq: int, num_spare: int = SPARE) -> int:
         """The first position that a sequence needs in a pool."""
         if pool == STATE:
             return max(self.all.next(seq) - 1, 0)
-        return max(self.all.next(seq) - self.window + 1 - spare, 0) if pool == "ring_" else 0
+        return max(self.all.next(seq) - self.window + 1 - num_spare, 0) if pool == "ring_" else 0
 
     def expire(self, count: int, gone: int = 0) -> None:
         """Free cells of the ring that no window has, if fewer than `count` are free without the set `gone`."""
         ring = self.pools["ring_"]
-        for spare in (SPARE, 0):
+        for num_spare in (SPARE, 0):
             if len(ring.free(0, gone)) >= count:
                 return
             for seq in range(self.sequences):
-                ring.drop(seq, until=self.begin("ring_", seq, spare))
+                ring.drop(seq, until=self.begin("ring_", seq, num_spare))
 
     def whole(self, seq: int) -> bool:
         """Whether the ring has all positions that the next token of a sequence attends to, and there is its state."""
-        there = self.states and len(self.all.of(seq))
-        if there and not len(self.pools[STATE].of(seq, self.begin(STATE, seq))):
+        has_state = self.states and len(self.all.of(seq))
+        if has_state and not len(self.pools[STATE].of(seq, self.begin(STATE, seq))):
             return False
         if not self.ring:
             return True
@@ -240,8 +246,8 @@ class Pools:
         """Give `to` the positions of another sequence, instead of what it has there; what must be copied for that."""
         moves = dict[str, Move]()
         if self.parts:
-            more = len(self.all.of(seq, since, until)) - len(self.all.of(to, since, until))
-            self.all.find(np.full(max(more, 0), to))  # before anything changes
+            num_new_cells = len(self.all.of(seq, since, until)) - len(self.all.of(to, since, until))
+            self.all.find(np.full(max(num_new_cells, 0), to))  # before anything changes
         self.drop(to, since, until)
         for pool, cells in self.pools.items():
             if cells.parts == 1:
@@ -283,11 +289,12 @@ class Pools:
         for pool, cells in self.pools.items():
             source = cells.of(seq, since, until)
             pos = cells.pos[source] // divisor + by
-            others = np.setdiff1d(cells.of(seq), source)
-            same = np.intersect1d(cells.pos[others], pos)
-            if pool == "cell_" and same.size:
+            other_cells = np.setdiff1d(cells.of(seq), source)
+            taken_positions = np.intersect1d(cells.pos[other_cells], pos)
+            if pool == "cell_" and taken_positions.size:
                 raise ContextError(
-                    f"sequence {seq} has position {same[0]} already; positions may not meet when they are changed"
+                    f"sequence {seq} has position {taken_positions[0]} already; positions may"
+                    " not meet when they are changed"
                 )
             shared = (cells.sets[source] & ~bit(seq) != 0) & (pos >= 0)
             if pool == "ring_":
@@ -312,16 +319,20 @@ class Pools:
 
 
 def move_inputs(
-    moves: Mapping[str, Move], pools: Sequence[str], at: int, count: int, wanted: Container[str]
+    moves: Mapping[str, Move],
+    pools: Sequence[str],
+    at: int,
+    count: int,
+    input_names: Container[str],
 ) -> dict[str, np.ndarray]:
-    """Inputs of a run that moves `count` cells of each pool, from the `at`-th on; those that are `wanted`."""
+    """Inputs of a run that moves `count` cells of each pool, from the `at`-th on; those that are `input_names`."""
     inputs = dict[str, np.ndarray]()
     for pool in pools:
-        none = np.empty(0, np.int32)
-        move = moves.get(pool, Move(none, none, none))
+        empty = np.empty(0, np.int32)
+        move = moves.get(pool, Move(empty, empty, empty))
         for name, value in (("from", move.source), ("to", move.to), ("by", move.by)):
             filled = np.full(count, 0 if name == "by" else -1, np.int32)
             part = value[at : at + count]
             filled[: len(part)] = part
             inputs[pool + name] = filled
-    return {name: value for name, value in inputs.items() if name in wanted}
+    return {name: value for name, value in inputs.items() if name in input_names}

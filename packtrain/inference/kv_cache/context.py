@@ -13,17 +13,9 @@ from packtrain.common.files import atomic_file
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.placement import Placed
-from packtrain.inference.kv_cache import decode_plans, saved_state
+from packtrain.inference.kv_cache import cell_pools, decode_plans, saved_state
 from packtrain.inference.kv_cache.adapters import Adapters
-from packtrain.inference.kv_cache.cell_pools import (
-    STATE,
-    ContextError,
-    Move,
-    Piece,
-    Pools,
-    at_least,
-    move_inputs,
-)
+from packtrain.inference.kv_cache.cell_pools import ContextError, Move, Piece, Pools
 from packtrain.inference.kv_cache.context_size import check_room
 from packtrain.inference.kv_cache.results import NUMBERS, Results, wanted_rows
 from packtrain.inference.kv_cache.state_checkpoints import ANEW, Checkpoints
@@ -76,17 +68,17 @@ class Context:
         target: Target = CPU,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        at_least(1, cells=cells, sequences=sequences)
-        at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
+        cell_pools.at_least(1, cells=cells, sequences=sequences)
+        cell_pools.at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
         file = model if isinstance(model, ModelFile) else open_model(model)
         sizes = decode_plans.Sizes.of(cells, rows or (0 if hidden else sequences), prompts)
         kind = sequences, cache, sizes.tokens[0], swa_full
 
         def made(cells: int) -> tuple[Cache, dict[decode_plans.Name, Placed]]:
-            one = longest or (cells // sequences if parts else cells)
-            layout = decode_plans.cache_of(file.config, cells, *kind, longest=one)
-            given = file.config, layout, sizes, file.types(), target
-            return layout, decode_plans.placements(*given, hidden=hidden, moves=True)
+            max_seq_cells = longest or (cells // sequences if parts else cells)
+            layout = decode_plans.cache_of(file.config, cells, *kind, longest=max_seq_cells)
+            graph_args = file.config, layout, sizes, file.types(), target
+            return layout, decode_plans.placements(*graph_args, hidden=hidden, moves=True)
 
         layout, graphs = made(cells)
         if memory is not None:
@@ -150,9 +142,9 @@ class Context:
 
         Raises CacheFull and ContextError; nothing has changed then.
         """
-        found = self._read(tokens, seqs, wanted, stop)
+        row_results = self._read(tokens, seqs, wanted, stop)
         width = self.runs[1].placed.graph.outputs["result"].shape[1]
-        return np.array(found, np.float32).reshape(len(found), width)
+        return np.array(row_results, np.float32).reshape(len(row_results), width)
 
     def choices(
         self,
@@ -173,12 +165,12 @@ class Context:
         self,
         tokens: Sequence[int],
         seqs: Seqs,
-        wanted: Sequence[int] | None,
+        requested_rows: Sequence[int] | None,
         stop: Stop | None,
         chains: Sequence[Chain] | None = None,
     ) -> list[Given]:
         sets = self._sets(tokens, seqs)
-        rows = wanted_rows(sets, wanted)
+        rows = wanted_rows(sets, requested_rows)
         results = Results.of(len(rows), chains)
         self._make_room(sets)
         done = list[Piece]()
@@ -188,24 +180,24 @@ class Context:
         except CacheFull:  # of the ring, where several tokens have one position
             for piece in done:
                 self.pools.undo(piece)
-            for seq in {own[0] for own in sets}:
+            for seq in {token_seqs[0] for token_seqs in sets}:
                 self._checkpoints.drop(seq, self.next(seq))
             raise
-        for seq in {seq for own in sets for seq in own}:
+        for seq in {seq for token_seqs in sets for seq in token_seqs}:
             self._released.pop(seq, None)
         return results.found
 
     def _sets(self, tokens: Sequence[int], seqs: Seqs) -> list[tuple[int, ...]]:
-        every = [seqs] * len(tokens) if isinstance(seqs, int | np.integer) else [*seqs]
-        sets = [(own,) if isinstance(own, int | np.integer) else tuple(own) for own in every]
+        seqs_by_token = [seqs] * len(tokens) if isinstance(seqs, int | np.integer) else [*seqs]
+        sets = [(x,) if isinstance(x, int | np.integer) else tuple(x) for x in seqs_by_token]
         if not sets or len(sets) != len(tokens) or not all(sets):
             raise ContextError(
                 f"there are {len(tokens)} tokens and sequences for {len(sets)}; each token needs one"
             )
-        whole = all(isinstance(token, int | np.integer) for token in tokens)
-        if not whole or not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
+        all_integers = all(isinstance(token, int | np.integer) for token in tokens)
+        if not all_integers or not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
             raise ContextError(f"tokens are whole numbers from 0 to {self.config.vocab_size - 1}")
-        for seq in {seq for own in sets for seq in own}:
+        for seq in {seq for token_seqs in sets for seq in token_seqs}:
             self.pools.check(seq)
             self.pools.check_whole(seq)
         self.pools.positions(sets)
@@ -213,8 +205,8 @@ class Context:
 
     def _make_room(self, sets: list[tuple[int, ...]]) -> None:
         """Remove released sequences, the oldest first, until all tokens fit. Raises CacheFull, and removes none."""
-        seqs = np.array([own[0] for own in sets], np.int32)
-        used = {seq for own in sets for seq in own}
+        seqs = np.array([token_seqs[0] for token_seqs in sets], np.int32)
+        used = {seq for token_seqs in sets for seq in token_seqs}
         for seq in self.pools.purged(seqs, [seq for seq in self._released if seq not in used]):
             self.remove(seq)
 
@@ -241,11 +233,11 @@ class Context:
             return
         size = min(size for size in self.sizes.tokens if size >= len(ids))
         try:
-            given = self.pools.inputs(piece, size, flash=self.config.flash)
-            given |= self.adapters.inputs(sets, size)
-            given |= results.inputs(rows, self.sizes.wanted(size), chosen=self._chooses)
+            run_inputs = self.pools.inputs(piece, size, flash=self.config.flash)
+            run_inputs |= self.adapters.inputs(sets, size)
+            run_inputs |= results.inputs(rows, self.sizes.wanted(size), chosen=self._chooses)
             names = results.names(len(rows))
-            results.add(len(rows), self.runs[size](given, stop=stop, only=names))
+            results.add(len(rows), self.runs[size](run_inputs, stop=stop, only=names))
         except BaseException:
             self.pools.undo(piece)
             raise
@@ -285,9 +277,9 @@ class Context:
     def keep(self, seq: int) -> None:
         """Remove all other sequences."""
         self.pools.check(seq)
-        for other in range(self.pools.sequences):
-            if other != seq:
-                self.remove(other)
+        for other_seq in range(self.pools.sequences):
+            if other_seq != seq:
+                self.remove(other_seq)
 
     def shift(self, seq: int, by: int, since: int = 0, until: int | None = None) -> None:
         """Add `by` to positions of a sequence; those that come below 0 are removed."""
@@ -297,9 +289,9 @@ class Context:
         """Divide positions of a sequence, rounding down: several tokens may then have one position."""
         self._change(seq, since, until, divisor=divisor)
 
-    def _change(self, seq: int, since: int, until: int | None, **how: int) -> None:
+    def _change(self, seq: int, since: int, until: int | None, **options: int) -> None:
         self.pools.check(seq, since, until)
-        moves = self.pools.change(seq, since, until, **how)
+        moves = self.pools.change(seq, since, until, **options)
         self._checkpoints.drop(seq, since)
         self._move(moves)
 
@@ -312,33 +304,37 @@ class Context:
     def reuse(self, seq: int, tokens: Sequence[int]) -> int:
         """Keep the longest beginning of this text that the sequence has; how many tokens that is, less than all."""
         self.pools.check(seq)
-        known, own = 0, self.tokens(seq)
-        in_order = np.array_equal(self.pools.all.pos[self.pools.all.of(seq)], np.arange(len(own)))
-        while in_order and known < min(len(own), len(tokens) - 1) and own[known] == tokens[known]:
-            known += 1
-        self.pools.drop(seq, known)
+        num_common, cached_tokens = 0, self.tokens(seq)
+        positions = self.pools.all.pos[self.pools.all.of(seq)]
+        in_order = np.array_equal(positions, np.arange(len(cached_tokens)))
+        end = min(len(cached_tokens), len(tokens) - 1) if in_order else 0
+        while num_common < end and cached_tokens[num_common] == tokens[num_common]:
+            num_common += 1
+        self.pools.drop(seq, num_common)
         if not self.pools.whole(seq):
-            known = self._restore_window(seq)
-        self._checkpoints.drop(seq, known)
-        return known
+            num_common = self._restore_window(seq)
+        self._checkpoints.drop(seq, num_common)
+        return num_common
 
     def _move(self, moves: dict[str, Move]) -> None:
-        if STATE in moves:
-            saved_state.move_rows(self._session, self._leaves[STATE], moves.pop(STATE))
+        if cell_pools.STATE in moves:
+            saved_state.move_rows(
+                self._session, self._leaves[cell_pools.STATE], moves.pop(cell_pools.STATE)
+            )
         count = max((len(move.to) for move in moves.values()), default=0)
         for at in range(0, count, decode_plans.MOVED):
             run, pools = self.runs[decode_plans.MOVE], self.cache.pools(self.config)
-            run(move_inputs(moves, pools, at, decode_plans.MOVED, run.inputs))
+            run(cell_pools.move_inputs(moves, pools, at, decode_plans.MOVED, run.inputs))
 
     # ---- states
 
     def save(self, seqs: Sequence[int] | None = None) -> bytes:
         """The state of some sequences, or of all: for `restore` in a context of the same model and types."""
-        every = range(self.pools.sequences) if seqs is None else seqs
-        for seq in every:
+        saved_seqs = range(self.pools.sequences) if seqs is None else seqs
+        for seq in saved_seqs:
             self.pools.check(seq)
-        stored = saved_state.Stored.of(self.pools, self._leaves, self._session, [*every])
-        stored.scales = self.adapters.scales[[*every]].tolist()
+        stored = saved_state.Stored.of(self.pools, self._leaves, self._session, [*saved_seqs])
+        stored.scales = self.adapters.scales[[*saved_seqs]].tolist()
         return saved_state.to_bytes(stored, self._origin)
 
     def restore(self, state: bytes, seqs: Sequence[int] | None = None) -> None:
@@ -384,16 +380,16 @@ class Context:
 
     def _restore_window(self, seq: int) -> int:
         """Take a sequence back to its last checkpoint, or to nothing; how many tokens it has then."""
-        found, kept = self._checkpoints.last(seq, self.next(seq)), self.pools.kept(seq)
-        if kept > (found[0] if found else 0):  # what the last run began with
-            self.pools.drop(seq, kept)
-            return kept
-        if found is None:
+        checkpoint, num_retained = self._checkpoints.last(seq, self.next(seq)), self.pools.kept(seq)
+        if num_retained > (checkpoint[0] if checkpoint else 0):  # what the last run began with
+            self.pools.drop(seq, num_retained)
+            return num_retained
+        if checkpoint is None:
             if self._checkpoints.most:
                 self._say(ANEW.format(seq))
             self.pools.drop(seq)
             return 0
-        at, stored = found
+        at, stored = checkpoint
         self.pools.drop(seq, at)
         self.pools.forget(seq, stored.parts)
         stored.put(self.pools, self._session, [seq])

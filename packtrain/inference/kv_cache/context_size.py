@@ -24,10 +24,12 @@ def needed(placed: Mapping[Name, Placed], shared: Mapping[str, np.ndarray]) -> i
     """Private bytes of the session and executors of these graphs; `shared` leaves are mapped from a file."""
     plans = {name: make_plan(p) for name, p in placed.items()}
     arena = max((a.nbytes for plan in plans.values() for a in plan.arenas), default=0)
-    own = {
+    private_leaves = {
         leaf.label: leaf for p in placed.values() for leaf in p.graph.leaves if leaf.kind != "input"
     }
-    leaves: int = sum(leaf.spec.nbytes for name, leaf in own.items() if name not in shared)
+    leaves: int = sum(
+        leaf.spec.nbytes for name, leaf in private_leaves.items() if name not in shared
+    )
     vectors = sum(value.nbytes for value in shared.values() if not is_mapped(value))
     return arena + leaves + vectors + PER_CALL * sum(len(p.steps) for p in placed.values())
 
@@ -49,43 +51,45 @@ def windows_nbytes(config: Config, cache: Cache, count: int) -> int:
     if not cache.ring:
         return states
     blocks = [i for i in range(config.block_count) if cache.pool(config, i) == "ring_"]
-    each = sum(leaf.spec.nbytes for i in blocks for leaf in cache.leaves(config, i).values())
+    ring_nbytes = sum(leaf.spec.nbytes for i in blocks for leaf in cache.leaves(config, i).values())
     window = max(config.reach_of(i) for i in blocks) - 1 + SPARE
-    return states + (count + 1) * window * (each // cache.ring)
+    return states + (count + 1) * window * (ring_nbytes // cache.ring)
 
 
 def check_room(
     cells: int,
     memory: int | str,
-    made: Callable[[int], tuple[Cache, Mapping[Name, Placed]]],
+    build: Callable[[int], tuple[Cache, Mapping[Name, Placed]]],
     model: ModelFile,
     checkpoints: int,
-    beside: int = 0,
+    reserved_nbytes: int = 0,
 ) -> None:
     """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than `memory`.
 
-    beside  bytes that others will need
+    reserved_nbytes  bytes that others will need
     """
 
     def own(cells: int) -> int:
-        layout, placed = made(cells)
+        layout, placed = build(cells)
         return needed(placed, model.stored()) + windows_nbytes(model.config, layout, checkpoints)
 
     limit = parse_size(memory, "memory") if isinstance(memory, str) else memory
     settle()
-    used = private_nbytes() + REST + beside
+    used = private_nbytes() + REST + reserved_nbytes
     total = used + own(cells)
     if total <= limit:
         return
     used += SLACK
     total += SLACK  # so that a size that is told is enough for the next process, too
-    least = used + own(STEP)
-    each = max((total - least) / max(cells - STEP, 1), 1.0)
-    most = min(STEP + int((limit - least) / each) // STEP * STEP, cells)
-    while most > 0 and used + own(most) > limit:
-        most -= STEP
+    min_nbytes = used + own(STEP)
+    per_cell_nbytes = max((total - min_nbytes) / max(cells - STEP, 1), 1.0)
+    max_cells = min(STEP + int((limit - min_nbytes) / per_cell_nbytes) // STEP * STEP, cells)
+    while max_cells > 0 and used + own(max_cells) > limit:
+        max_cells -= STEP
     advice = (
-        f"the largest that fits is {most:,}" if most > 0 else f"{size_text(least)} is the least"
+        f"the largest that fits is {max_cells:,}"
+        if max_cells > 0
+        else f"{size_text(min_nbytes)} is the least"
     )
     raise DoesNotFit(
         f"a context of {cells:,} tokens needs {size_text(total)}, and {size_text(limit)} are allowed; {advice}"

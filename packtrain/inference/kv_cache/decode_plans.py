@@ -39,8 +39,8 @@ class Sizes:
         for size in prompts:
             at_least(1, prompts=size)
         powers = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
-        every = {n for n in (*prompts, *FEW, *powers) if n <= cells}
-        tokens = tuple(sorted(every, reverse=True))
+        sizes = {n for n in (*prompts, *FEW, *powers) if n <= cells}
+        tokens = tuple(sorted(sizes, reverse=True))
         return cls(tokens, rows or tokens[0])
 
     def wanted(self, size: int) -> int:
@@ -67,33 +67,35 @@ class Sizes:
         while at < len(tokens):
             size = self.next(len(tokens) - at)
             end = min(at + size, len(tokens))
-            here = [row for row in rows if at <= row < end]
-            most = self.wanted(size)
-            if len(here) > most:
-                end = here[most]
+            part_rows = [row for row in rows if at <= row < end]
+            max_rows = self.wanted(size)
+            if len(part_rows) > max_rows:
+                end = part_rows[max_rows]
             if states:
                 end = alike(sets, at, min([end, *(cut for cut in cuts if cut > at)]))
-            here = [row for row in here if row < end]
+            part_rows = [row for row in part_rows if row < end]
             ids = np.array(tokens[at:end], np.int32)
-            yield ids, sets[at:end], [row - at for row in here]
+            yield ids, sets[at:end], [row - at for row in part_rows]
             at = end
 
 
 def near_ends(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
     """Places a few tokens before the ends of prompts: there a state is kept, to which texts often go back."""
-    mine = dict[int, list[int]]()
-    for i, own in enumerate(sets):
-        mine.setdefault(own[0], []).append(i)
-    wanted = {*rows}
-    return [at[-NEAR] for at in mine.values() if len(at) >= PROMPT and at[-1] in wanted]
+    places_by_seq = dict[int, list[int]]()
+    for i, token_seqs in enumerate(sets):
+        places_by_seq.setdefault(token_seqs[0], []).append(i)
+    requested_rows = {*rows}
+    return [
+        at[-NEAR] for at in places_by_seq.values() if len(at) >= PROMPT and at[-1] in requested_rows
+    ]
 
 
 def alike(sets: list[tuple[int, ...]], at: int, end: int) -> int:
     """The first place from `at` on of a sequence whose tokens before were of other sequences, too; `end` if none."""
-    found = dict[int, frozenset[int]]()
+    seqs_by_member = dict[int, frozenset[int]]()
     for i in range(at, end):
-        own = frozenset(sets[i])
-        if any(found.setdefault(seq, own) != own for seq in own):
+        token_seqs = frozenset(sets[i])
+        if any(seqs_by_member.setdefault(seq, token_seqs) != token_seqs for seq in token_seqs):
             return i
     return end
 

@@ -39,12 +39,12 @@ def outputs(logits: Tensor) -> dict[str, Tensor]:
     return {"result": logits, "ids": ids, "values": values, "token": token}
 
 
-def wanted_rows(sets: Sequence[tuple[int, ...]], wanted: Sequence[int] | None) -> list[int]:
+def wanted_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] | None) -> list[int]:
     """Places of the tokens whose results are wanted; None: the last of each sequence. Raises ContextError."""
-    last = {own[0]: i for i, own in enumerate(sets)}
-    rows = sorted(last.values()) if wanted is None else [*wanted]
-    whole = all(isinstance(row, int | np.integer) for row in rows)
-    if not whole or any(a >= b for a, b in pairwise((-1, *rows, len(sets)))):
+    last = {seqs[0]: i for i, seqs in enumerate(sets)}
+    rows = sorted(last.values()) if requested_rows is None else [*requested_rows]
+    all_integers = all(isinstance(row, int | np.integer) for row in rows)
+    if not all_integers or any(a >= b for a, b in pairwise((-1, *rows, len(sets)))):
         raise ContextError(
             f"wanted places must ascend, from 0 to {len(sets) - 1}; these are {rows}"
         )
@@ -76,29 +76,29 @@ class Results:
 
     def inputs(self, rows: Sequence[int], size: int, *, chosen: bool) -> dict[str, np.ndarray]:
         """Of a run that gives `size` rows, of which the next ones are `rows`; chosen: with settings of samplers."""
-        wanted = np.full(size, -1, np.int32)
-        wanted[: len(rows)] = rows
+        padded_rows = np.full(size, -1, np.int32)
+        padded_rows[: len(rows)] = rows
         if not chosen:
-            return {"rows": wanted}
+            return {"rows": padded_rows}
         numbers, counts = np.zeros((size, 3)), np.zeros((size, 3), np.int64)
         for row, cut in enumerate(self._next(len(rows))):
             numbers[row], counts[row] = cut.numbers, cut.counts
-        return {"rows": wanted, NUMBERS: numbers, COUNTS: counts}
+        return {"rows": padded_rows, NUMBERS: numbers, COUNTS: counts}
 
     def names(self, count: int) -> set[str]:
         """The outputs that the next `count` rows need."""
         return {name for cut in self._next(count) for name in OUTPUTS[cut.leaves]}
 
-    def add(self, count: int, given: Mapping[str, np.ndarray]) -> None:
+    def add(self, count: int, outputs: Mapping[str, np.ndarray]) -> None:
         """Take the outputs of a run for the next `count` rows."""
         for row, cut in enumerate(self._next(count)):
             if cut.leaves == TOKEN:
-                self.found.append(int(given["token"][row]))
+                self.found.append(int(outputs["token"][row]))
             elif cut.leaves == CANDIDATES:
-                ids, values = given["ids"][row], given["values"][row]
+                ids, values = outputs["ids"][row], outputs["values"][row]
                 self.found.append(Candidates(ids.astype(np.int64), values.astype(float), True))
             else:
-                self.found.append(given["result"][row])
+                self.found.append(outputs["result"][row])
 
     def _next(self, count: int) -> Sequence[Cut]:
         return self.cuts[len(self.found) : len(self.found) + count]

@@ -101,16 +101,18 @@ class Stored:
     ) -> "Stored":  # fmt: skip
         """Copies of the cells of sequences; of all pools, or not of those that go back anywhere."""
         parts = dict[str, Part]()
-        for pool, own in pools.pools.items():
+        for pool, pool_cells in pools.pools.items():
             if pool == "cell_" and not cells:
                 continue
-            sets = np.zeros(len(own), np.int64)
+            sets = np.zeros(len(pool_cells), np.int64)
             for i, seq in enumerate(seqs):
-                sets[own.of(seq, pools.begin(pool, seq))] |= bit(i)
-            there = np.flatnonzero(sets)
-            tokens = pools.tokens[there] if pool == "cell_" else np.zeros(len(there), np.int32)
-            rows = {name: session.view(name)[there] for name in leaves.get(pool, ())}
-            parts[pool] = Part(own.pos[there], sets[there], tokens, rows)
+                sets[pool_cells.of(seq, pools.begin(pool, seq))] |= bit(i)
+            used_cells = np.flatnonzero(sets)
+            tokens = (
+                pools.tokens[used_cells] if pool == "cell_" else np.zeros(len(used_cells), np.int32)
+            )
+            rows = {name: session.view(name)[used_cells] for name in leaves.get(pool, ())}
+            parts[pool] = Part(pool_cells.pos[used_cells], sets[used_cells], tokens, rows)
         return cls(list(seqs), parts)
 
     def homes(self, seqs: Sequence[int] | None) -> list[int]:
@@ -126,28 +128,30 @@ class Stored:
 
     def put(self, pools: Pools, session: Session, to: Sequence[int]) -> None:
         """Put the cells into a context, as these sequences, whose cells there are freed. Raises CacheFull."""
-        theirs = sum(map(bit, set(to)))
-        homes = {pool: self._homes(pools, pool, theirs, to) for pool in self.parts}
+        target_mask = sum(map(bit, set(to)))
+        homes = {pool: self._homes(pools, pool, target_mask, to) for pool in self.parts}
         for pool, part in self.parts.items():
-            cells, there = pools.pools[pool], homes[pool]
-            cells.put(np.arange(len(cells)), cells.pos, cells.sets & ~theirs)
-            sets = np.zeros(len(there), np.int64)
+            cells, target_cells = pools.pools[pool], homes[pool]
+            cells.put(np.arange(len(cells)), cells.pos, cells.sets & ~target_mask)
+            sets = np.zeros(len(target_cells), np.int64)
             for i, seq in enumerate(to):
                 sets[part.sets & bit(i) != 0] |= bit(seq)
-            cells.put(there, part.pos, sets)
+            cells.put(target_cells, part.pos, sets)
             if pool == "cell_":
-                pools.tokens[there] = part.tokens
+                pools.tokens[target_cells] = part.tokens
             for name, rows in part.rows.items():
-                session.fill(name, partial(put_rows, at=there, rows=rows))
+                session.fill(name, partial(put_rows, at=target_cells, rows=rows))
 
-    def _homes(self, pools: Pools, pool: str, theirs: int, to: Sequence[int]) -> np.ndarray:
-        """A cell for each of a part's, free once `theirs` are."""
+    def _homes(self, pools: Pools, pool: str, target_mask: int, to: Sequence[int]) -> np.ndarray:
+        """A cell for each of a part's, free once `target_mask` are."""
         cells, part = pools.pools[pool], self.parts[pool]
         if pool == "ring_":
-            pools.expire(len(part.pos), theirs)
-        first = [next(seq for i, seq in enumerate(to) if own & bit(i)) for own in part.sets]
+            pools.expire(len(part.pos), target_mask)
+        first = [
+            next(seq for i, seq in enumerate(to) if cell_seqs & bit(i)) for cell_seqs in part.sets
+        ]
         try:
-            return cells.find(np.array(first, np.int32), theirs)
+            return cells.find(np.array(first, np.int32), target_mask)
         except CacheFull as error:
             raise CacheFull(f"the state does not fit: {error}") from None
 
@@ -170,39 +174,39 @@ def to_bytes(stored: Stored, origin: Origin) -> bytes:
     """Head, description, the arrays of each part, and the SHA-256 of all before it."""
     parts = stored.parts.items()
     counts = {pool: len(part.pos) for pool, part in parts}
-    about = {
+    description = {
         "origin": asdict(origin),
         "seqs": stored.seqs,
         "cells": counts,
         "scales": stored.scales,
     }
-    text = json.dumps(about).encode()
+    text = json.dumps(description).encode()
     data = (a.tobytes() for _, p in parts for a in (p.pos, p.sets, p.tokens, *p.rows.values()))
-    whole = b"".join((HEAD.pack(MAGIC, VERSION, len(text)), text, *data))
-    return whole + hashlib.sha256(whole).digest()
+    payload = b"".join((HEAD.pack(MAGIC, VERSION, len(text)), text, *data))
+    return payload + hashlib.sha256(payload).digest()
 
 
 def of_bytes(state: bytes, origin: Origin, leaves: Leaves) -> Stored:
     """The state in these bytes. Raises ContextError if they are damaged, or of another origin."""
     if state[:4] != MAGIC:
         raise ContextError("this is not a state of a context; save one with packtrain")
-    whole, digest = memoryview(state)[:-DIGEST], state[-DIGEST:]
-    if len(state) < HEAD.size + DIGEST or hashlib.sha256(whole).digest() != digest:
+    payload, digest = memoryview(state)[:-DIGEST], state[-DIGEST:]
+    if len(state) < HEAD.size + DIGEST or hashlib.sha256(payload).digest() != digest:
         raise ContextError(
             f"the state is damaged: its {size_text(len(state))} do not match its checksum"
         )
-    _, version, size = HEAD.unpack(whole[: HEAD.size])
+    _, version, size = HEAD.unpack(payload[: HEAD.size])
     if version != VERSION:
         raise ContextError(
             f"the state has version {version}; this packtrain reads version {VERSION}"
         )
-    theirs, seqs, counts, scales = _described(bytes(whole[HEAD.size : HEAD.size + size]))
+    saved_origin, seqs, counts, scales = _described(bytes(payload[HEAD.size : HEAD.size + size]))
     for name, value in asdict(origin).items():
-        if getattr(theirs, name) != value:
+        if getattr(saved_origin, name) != value:
             raise ContextError(
                 f"the state was saved with another {NAMES[name]}; use the same, or read the text anew"
             )
-    parts = _parts(whole[HEAD.size + size :], counts, leaves)
+    parts = _parts(payload[HEAD.size + size :], counts, leaves)
     for part in parts.values():
         owned = (part.sets > 0) & (part.sets < bit(len(seqs)))
         if not owned.all() or not (part.pos >= 0).all():
@@ -213,11 +217,11 @@ def of_bytes(state: bytes, origin: Origin, leaves: Leaves) -> Stored:
 def _described(text: bytes) -> tuple[Origin, list[int], dict[str, int], list[list[float]]]:
     """What the description says: the origin, the sequences, the number of cells of each pool, scales of adapters."""
     try:
-        about = json.loads(text)
-        counts = {pool: int(count) for pool, count in about["cells"].items()}
-        seqs = [int(seq) for seq in about["seqs"]]
-        scales = [[float(scale) for scale in about["scales"][i]] for i in range(len(seqs))]
-        return Origin(**about["origin"]), seqs, counts, scales
+        description = json.loads(text)
+        counts = {pool: int(count) for pool, count in description["cells"].items()}
+        seqs = [int(seq) for seq in description["seqs"]]
+        scales = [[float(scale) for scale in description["scales"][i]] for i in range(len(seqs))]
+        return Origin(**description["origin"]), seqs, counts, scales
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
         raise ContextError("the state is damaged: its description cannot be read") from None
 

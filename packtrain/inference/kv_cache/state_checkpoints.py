@@ -17,7 +17,7 @@ class Checkpoints:
 
     def due(self, seq: int, position: int) -> bool:
         """Whether `spacing` tokens have been read since the last one of a sequence."""
-        last = max((at for own, at, _ in self.kept if own == seq), default=0)
+        last = max((at for owner, at, _ in self.kept if owner == seq), default=0)
         return position >= last + self.spacing
 
     def add(self, seq: int, position: int, stored: Stored) -> None:
@@ -25,9 +25,11 @@ class Checkpoints:
 
     def last(self, seq: int, position: int) -> tuple[int, Stored] | None:
         """The last one of a sequence up to a position."""
-        found = [(at, stored) for own, at, stored in self.kept if own == seq and at <= position]
-        return max(found, key=lambda one: one[0], default=None)
+        candidates = [
+            (at, stored) for owner, at, stored in self.kept if owner == seq and at <= position
+        ]
+        return max(candidates, key=lambda candidate: candidate[0], default=None)
 
     def drop(self, seq: int, since: int) -> None:
         """Forget those after a position of a sequence, which changes from there on."""
-        self.kept = [one for one in self.kept if one[0] != seq or one[1] <= since]
+        self.kept = [entry for entry in self.kept if entry[0] != seq or entry[1] <= since]

@@ -14,9 +14,9 @@ def logit_bias(c: Candidates, biases: Mapping[int, float]) -> Candidates:
     if not biases:
         return c
     if len(c.ids) < FEW:
-        own = [biases.get(id, 0.0) for id in c.ids.tolist()]
-        return Candidates(c.ids, c.logits + own, False)
+        bias_values = [biases.get(id, 0.0) for id in c.ids.tolist()]
+        return Candidates(c.ids, c.logits + bias_values, False)
     added = np.zeros(int(c.ids.max()) + 1)
-    there = [id for id in biases if id < len(added)]
-    added[there] = [biases[id] for id in there]
+    biased_ids = [id for id in biases if id < len(added)]
+    added[biased_ids] = [biases[id] for id in biased_ids]
     return Candidates(c.ids, np.asarray(c.logits + added[c.ids]), False)

@@ -40,14 +40,14 @@ def place_of(s: Sampling) -> Cut:
     if s.mirostat or any(bias > 0 for bias in biases):
         return Cut()
     # the likeliest, once some are less likely, were among so many more before
-    most = MOST - len(biases)
+    max_top_k = MOST - len(biases)
     active = [name for name in s.order if not _idle(s, name)]
     fixed = s.dynatemp_range <= 0
     if "temperature" in active and fixed and s.temp <= 0 and GREEDY.issuperset(active):
-        return Cut() if most < 1 else Cut(CANDIDATES) if biases else Cut(TOKEN)
+        return Cut() if max_top_k < 1 else Cut(CANDIDATES) if biases else Cut(TOKEN)
     # min-p needs the largest only
     limiting = next((name for name in active if name != "min_p"), "")
-    if limiting != "top_k" or s.top_k > most:
+    if limiting != "top_k" or s.top_k > max_top_k:
         return Cut()
     if biases or active != [name for name in IN_ORDER if name in active] or not fixed:
         return Cut(CANDIDATES)

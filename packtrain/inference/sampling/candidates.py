@@ -20,9 +20,9 @@ class Candidates(NamedTuple):
     logits: np.ndarray
     sorted: bool = False
 
-    def take(self, which: np.ndarray | slice) -> "Candidates":
+    def take(self, index: np.ndarray | slice) -> "Candidates":
         """Some of them, in their order."""
-        return Candidates(self.ids[which], self.logits[which], self.sorted)
+        return Candidates(self.ids[index], self.logits[index], self.sorted)
 
 
 def ranked(c: Candidates) -> Candidates:

@@ -26,12 +26,12 @@ def dry(
     """Subtract multiplier · base^(length − allowed) from tokens that extend a repetition of `length` tokens."""
     if not multiplier or base < 1 or len(recent) <= allowed:
         return c
-    most = _unbroken(recent, breakers)
-    if most < allowed:
+    max_length = _unbroken(recent, breakers)
+    if max_length < allowed:
         return c
     longest = max(int(MOST_LOG / math.log(base)), 1) if base > 1.000001 else 0
     logits = c.logits.copy()
-    for id, length in _extended(recent, most).items():
+    for id, length in _extended(recent, max_length).items():
         if length >= allowed and () not in breakers.get(id, ()):
             power = length - allowed
             power = min(power, longest) if longest else power
@@ -51,15 +51,15 @@ def _unbroken(recent: Sequence[int], breakers: Breakers) -> int:
     return count
 
 
-def _extended(recent: Sequence[int], most: int) -> dict[int, int]:
-    """Tokens that followed an earlier copy of the end of the text, with the longest such copy, at most `most`."""
-    found: dict[int, int] = {}
+def _extended(recent: Sequence[int], max_length: int) -> dict[int, int]:
+    """Tokens that followed an earlier copy of the end of the text, with the longest such copy, at most `max_length`."""
+    lengths_by_id: dict[int, int] = {}
     text = np.asarray(recent)[::-1]
     for k, length in enumerate(_copies(text)):
         if k and length:
             id = int(text[k - 1])
-            found[id] = max(found.get(id, 0), min(length, most))
-    return found
+            lengths_by_id[id] = max(lengths_by_id.get(id, 0), min(length, max_length))
+    return lengths_by_id
 
 
 def _copies(text: np.ndarray) -> list[int]:
@@ -80,17 +80,19 @@ def find_breakers(
     texts: Iterable[str], pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
     """Tokens with which a breaker can begin or that have one inside, and the ids that complete it."""
-    found: dict[int, tuple[tuple[int, ...], ...]] = {}
+    breakers_by_id: dict[int, tuple[tuple[int, ...], ...]] = {}
     shared = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:
-        sought, tails = text.encode()[:MOST_BYTES], dict[int, tuple[int, ...]]()
+        breaker, tails = text.encode()[:MOST_BYTES], dict[int, tuple[int, ...]]()
         for id, piece in enumerate(pieces):
-            counts = range(1, min(len(sought), len(piece) + 1))
-            ends = [0] if sought in piece else [n for n in counts if piece.endswith(sought[:n])]
-            for n in ends:
+            counts = range(1, min(len(breaker), len(piece) + 1))
+            overlaps = (
+                [0] if breaker in piece else [n for n in counts if piece.endswith(breaker[:n])]
+            )
+            for n in overlaps:
                 if n not in tails:
-                    rest = sought[n:].decode(errors="ignore")
+                    rest = breaker[n:].decode(errors="ignore")
                     tails[n] = tuple(encode(rest)[:MOST_TAIL]) if n else ()
-                more = (*found.get(id, ()), tails[n])
-                found[id] = shared.setdefault(more, more)
-    return found
+                extended_tails = (*breakers_by_id.get(id, ()), tails[n])
+                breakers_by_id[id] = shared.setdefault(extended_tails, extended_tails)
+    return breakers_by_id

@@ -27,13 +27,13 @@ def mirostat(c: Candidates, mu: float, vocab_size: int) -> Candidates:
 
 
 def _how_many(s: float, mu: float, vocab_size: int) -> int:
-    over = s - 1
+    excess = s - 1
     try:
-        k = (over * 2**mu / (1 - vocab_size**-over)) ** (1 / s)
+        k = (excess * 2**mu / (1 - vocab_size**-excess)) ** (1 / s)
     except (OverflowError, ZeroDivisionError):
         return vocab_size  # as many as there are
-    good = not isinstance(k, complex) and math.isfinite(k)
-    return max(min(int(k), vocab_size), 1) if good else vocab_size
+    is_usable = not isinstance(k, complex) and math.isfinite(k)
+    return max(min(int(k), vocab_size), 1) if is_usable else vocab_size
 
 
 def mirostat_2(c: Candidates, mu: float) -> Candidates:
@@ -41,8 +41,8 @@ def mirostat_2(c: Candidates, mu: float) -> Candidates:
     c = ranked(c)
     with np.errstate(divide="ignore"):
         surprise = -np.log2(probabilities(c.logits))
-    over = np.flatnonzero(surprise > mu)
-    return c.take(slice(max(int(over[0]), 1))) if len(over) else c
+    too_surprising = np.flatnonzero(surprise > mu)
+    return c.take(slice(max(int(too_surprising[0]), 1))) if len(too_surprising) else c
 
 
 def learnt(c: Candidates, id: int, mu: float, target: float, rate: float) -> float:

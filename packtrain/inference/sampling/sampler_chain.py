@@ -85,9 +85,9 @@ class Chain:
 
     def copy(self) -> "Chain":
         """A chain of the same state that goes its own way."""
-        other = Chain(self.sampling, self.seed, self.recent, self._breakers, self._constraint)
-        other.index, other.mu, other.whole = self.index, self.mu, self.whole
-        return other
+        duplicate = Chain(self.sampling, self.seed, self.recent, self._breakers, self._constraint)
+        duplicate.index, duplicate.mu, duplicate.whole = self.index, self.mu, self.whole
+        return duplicate
 
     @property
     def over(self) -> bool:
@@ -100,26 +100,26 @@ class Chain:
             return Cut()
         return cut(self._place, self.sampling, self.seed, self.index + ahead)
 
-    def choose(self, given: Given) -> int:
+    def choose(self, result: Given) -> int:
         """The next token, out of what left the device; of equal logits the lowest id wins.
 
         Raises InputError if a logit is not finite.
         """
-        if isinstance(given, np.ndarray):
-            return self._finish(self._allowed(given), len(given))
-        if isinstance(given, Candidates):
-            check_finite(given.ids[:1], given.logits[:1])
-            return self._finish(given, len(given.ids))
-        if given < 0:
-            raise not_finite(-1 - given)
-        return given
+        if isinstance(result, np.ndarray):
+            return self._finish(self._allowed(result), len(result))
+        if isinstance(result, Candidates):
+            check_finite(result.ids[:1], result.logits[:1])
+            return self._finish(result, len(result.ids))
+        if result < 0:
+            raise not_finite(-1 - result)
+        return result
 
     def _allowed(self, logits: np.ndarray) -> Candidates:
         """All tokens, or those of the grammar."""
-        every = np.arange(len(logits))
-        check_finite(every, logits)
+        all_ids = np.arange(len(logits))
+        check_finite(all_ids, logits)
         allowed = self._constraint.allowed(len(logits)) if self._constraint else None
-        ids = every if allowed is None else np.flatnonzero(allowed)
+        ids = all_ids if allowed is None else np.flatnonzero(allowed)
         return Candidates(ids, logits[ids].astype(np.float64))
 
     def left(self, logits: np.ndarray) -> Candidates:
@@ -163,25 +163,25 @@ class Chain:
 
     def penalised(self, c: Candidates) -> Candidates:
         s = self.sampling
-        how = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
-        return penalties(c, self.last(s.repeat_last_n), *how)
+        penalty_args = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+        return penalties(c, self.last(s.repeat_last_n), *penalty_args)
 
     def dried(self, c: Candidates) -> Candidates:
         s = self.sampling
-        how = s.dry_multiplier, s.dry_base, s.dry_allowed_length
-        return dry(c, self.last(s.dry_penalty_last_n), self._breakers, *how)
+        dry_args = s.dry_multiplier, s.dry_base, s.dry_allowed_length
+        return dry(c, self.last(s.dry_penalty_last_n), self._breakers, *dry_args)
 
     def _mirostat(self, c: Candidates, vocab_size: int) -> Candidates:
         c = temperature(c, self.sampling.temp)
-        one = self.sampling.mirostat == 1
-        return mirostat(c, self.mu, vocab_size) if one else mirostat_2(c, self.mu)
+        is_first_version = self.sampling.mirostat == 1
+        return mirostat(c, self.mu, vocab_size) if is_first_version else mirostat_2(c, self.mu)
 
 
 def check_finite(ids: np.ndarray, logits: np.ndarray) -> None:
     """Raises InputError if a logit is not finite."""
-    good = np.isfinite(logits)
-    if not good.all():
-        raise not_finite(int(ids[~good][0]))
+    is_finite = np.isfinite(logits)
+    if not is_finite.all():
+        raise not_finite(int(ids[~is_finite][0]))
 
 
 def not_finite(id: int) -> InputError:

@@ -95,8 +95,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raises InputError for a value out of its range, also where settings are made without a command line."""
-        own = {field.name: getattr(self, field.name) for field in fields(Sampling)}
-        for name, value in clean(Sampling, own, None).items():
+        field_values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        for name, value in clean(Sampling, field_values, None).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -107,17 +107,17 @@ class Sampling:
     @property
     def breakers(self) -> tuple[str, ...]:
         """Where DRY ends repetitions."""
-        given = self.dry_sequence_breaker or BREAKERS
-        return () if "none" in given else given
+        sequences = self.dry_sequence_breaker or BREAKERS
+        return () if "none" in sequences else sequences
 
     @property
     def biases(self) -> Mapping[int, float]:
         """What is added to logits, by id. Raises InputError."""
-        found: dict[int, float] = {}
-        for given in self.logit_bias:
-            id, bias = parsed_bias(given)
-            found[id] = found.get(id, 0.0) + bias
-        return MappingProxyType(found)
+        bias_by_id: dict[int, float] = {}
+        for text in self.logit_bias:
+            id, bias = parsed_bias(text)
+            bias_by_id[id] = bias_by_id.get(id, 0.0) + bias
+        return MappingProxyType(bias_by_id)
 
     def check_sampling(self, vocab_size: int | None = None) -> None:
         """Raises InputError if samplers or biases cannot be read, or a bias is for no token."""
@@ -137,26 +137,26 @@ def ordered(names: str) -> tuple[str, ...]:
 
 def named(name: str) -> str:
     """A sampler's own name: top-k and topk are top_k. Raises InputError."""
-    given = name.strip().lower()
-    plain = {own.replace("_", ""): own for own in ORDER} | ALIASES
-    own = plain.get(given.replace("-", "").replace("_", ""))
-    if own is None:
-        near = did_you_mean(given, ORDER)
+    normalized = name.strip().lower()
+    canonical_names = {sampler.replace("_", ""): sampler for sampler in ORDER} | ALIASES
+    sampler = canonical_names.get(normalized.replace("-", "").replace("_", ""))
+    if sampler is None:
+        suggestion = did_you_mean(normalized, ORDER)
         raise InputError(
-            f"--samplers: there is no sampler {name!r}; there are {', '.join(ORDER)}{near}"
+            f"--samplers: there is no sampler {name!r}; there are {', '.join(ORDER)}{suggestion}"
         )
-    return own
+    return sampler
 
 
-def parsed_bias(given: str) -> tuple[int, float]:
+def parsed_bias(text: str) -> tuple[int, float]:
     """Token and bias of `15043+1`. Raises InputError."""
-    match = BIAS.fullmatch(given.strip())
+    match = BIAS.fullmatch(text.strip())
     try:
         bias = float(match[2] + match[3]) if match else math.nan
     except ValueError:
         bias = math.nan
     if match is None or not (abs(bias) <= MOST or bias == -math.inf):
         raise InputError(
-            f"--logit-bias is {given!r}; it must be like 15043+1.5, 15043-1 or 15043-inf"
+            f"--logit-bias is {text!r}; it must be like 15043+1.5, 15043-1 or 15043-inf"
         )
     return int(match[1]), bias

@@ -16,13 +16,13 @@ def temperature(c: Candidates, temp: float) -> Candidates:
         return Candidates(c.ids, (c.logits - c.logits.max()) / temp, c.sorted)
 
 
-def dynamic(c: Candidates, temp: float, around: float, exponent: float) -> Candidates:
+def dynamic(c: Candidates, temp: float, spread: float, exponent: float) -> Candidates:
     """Temperature from temp − around to temp + around: the greater the entropy, the higher."""
-    if around <= 0:
+    if spread <= 0:
         return temperature(c, temp)
     if len(c.ids) <= 1:
         return c
     c = ranked(c)
     share = max(entropy(probabilities(c.logits)) / math.log(len(c.ids)), 0.0)
-    least = max(temp - around, 0.0)
-    return temperature(c, least + (temp + around - least) * share**exponent)
+    min_temp = max(temp - spread, 0.0)
+    return temperature(c, min_temp + (temp + spread - min_temp) * share**exponent)

@@ -14,5 +14,5 @@ def typical(c: Candidates, p: float) -> Candidates:
     likely = probabilities(c.logits)
     likely = np.maximum(likely, np.finfo(float).tiny)  # so that their surprise is finite
     order = np.argsort(np.abs(-np.log(likely) - entropy(likely)), kind="stable")
-    kept = order[: int(np.searchsorted(np.cumsum(likely[order]), p, side="right")) + 1]
-    return c.take(np.sort(kept))
+    retained = order[: int(np.searchsorted(np.cumsum(likely[order]), p, side="right")) + 1]
+    return c.take(np.sort(retained))

@@ -80,7 +80,7 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 and not name.endswith(PLAIN)
 
 
-def no_keys(given: Given, sizes: Sizes) -> Keys:
+def no_keys(hf_config: Given, sizes: Sizes) -> Keys:
     return {}
 
 
@@ -329,8 +329,8 @@ class Architecture:
 
     def windowed(self, blocks: int) -> bool:
         """Whether a model with so many blocks can have windows."""
-        known = "attention.sliding_window_pattern" in self.keys
-        return known and self.window_blocks in (0, blocks)
+        has_pattern = "attention.sliding_window_pattern" in self.keys
+        return has_pattern and self.window_blocks in (0, blocks)
 
     @property
     def uneven(self) -> bool:
@@ -339,5 +339,5 @@ class Architecture:
 
     def scored_width(self, sizes: Sizes) -> int:
         """Attention scores are divided by the square root of this width."""
-        wide = sizes.block_count == self.wide_blocks
-        return sizes.embedding_length // sizes.head_count if wide else sizes.head_width
+        is_wide = sizes.block_count == self.wide_blocks
+        return sizes.embedding_length // sizes.head_count if is_wide else sizes.head_width

@@ -8,18 +8,18 @@ from packtrain.models.arch.size_fields import Sizes
 EVERY = 4
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("use_qk_norm", False, False)
-    given.one_of("layer_switch", EVERY, EVERY)
-    given.one_of("sliding_window_pattern", EVERY, EVERY)
-    if given.scaling() != "default":
-        raise given.wrong("rope_scaling.type", given.scaling(), "default")
-    given.windows_every(EVERY, sizes.block_count)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("use_qk_norm", False, False)
+    hf_config.one_of("layer_switch", EVERY, EVERY)
+    hf_config.one_of("sliding_window_pattern", EVERY, EVERY)
+    if hf_config.scaling() != "default":
+        raise hf_config.wrong("rope_scaling.type", hf_config.scaling(), "default")
+    hf_config.windows_every(EVERY, sizes.block_count)
     return {
-        "logit_scale": given.real("logit_scale", 0.0625),
-        "attention.sliding_window": given.size("sliding_window", 4096),
+        "logit_scale": hf_config.real("logit_scale", 0.0625),
+        "attention.sliding_window": hf_config.size("sliding_window", 4096),
         "vocab_size": sizes.vocab_size,
-        "rope.dimension_count": int(given.real("rotary_pct", 1.0) * sizes.head_width),
+        "rope.dimension_count": int(hf_config.real("rotary_pct", 1.0) * sizes.head_width),
         "rope.scaling.type": "none",
     }
 

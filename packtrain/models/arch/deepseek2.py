@@ -23,56 +23,56 @@ ATTENTION = {
 ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
 
 
-def usual(given: Given) -> Given:
+def usual(hf_config: Given) -> Given:
     """With the width of a whole head, and keys and values of every head."""
-    turned = given.size("qk_rope_head_dim")
-    width = given.size("qk_nope_head_dim") + turned
-    for key, right in (("head_dim", turned), ("qk_head_dim", width), ("rope_interleave", True)):
-        given.one_of(key, right, right)
-    return given.but(head_dim=width, num_key_value_heads=given.size("num_attention_heads"))
+    rope_dims = hf_config.size("qk_rope_head_dim")
+    width = hf_config.size("qk_nope_head_dim") + rope_dims
+    for key, right in (("head_dim", rope_dims), ("qk_head_dim", width), ("rope_interleave", True)):
+        hf_config.one_of(key, right, right)
+    return hf_config.but(head_dim=width, num_key_value_heads=hf_config.size("num_attention_heads"))
 
 
-def mixing(given: Given) -> dict[str, Any]:
-    less = given.size("q_lora_rank") if given.get("q_lora_rank") else 0
+def mixing(hf_config: Given) -> dict[str, Any]:
+    q_rank = hf_config.size("q_lora_rank") if hf_config.get("q_lora_rank") else 0
     return {
-        "value_length": given.size("v_head_dim"),
-        "rope_dims": given.size("qk_rope_head_dim"),
-        "q_lora_rank": less,
-        "kv_lora_rank": given.size("kv_lora_rank"),
+        "value_length": hf_config.size("v_head_dim"),
+        "rope_dims": hf_config.size("qk_rope_head_dim"),
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": hf_config.size("kv_lora_rank"),
     }
 
 
-def others(given: Given) -> tuple[int, int]:
-    dense = given.size("first_k_dense_replace") if given.get("first_k_dense_replace") else 0
-    return given.size(*WIDTH) * given.size("n_shared_experts"), dense
+def others(hf_config: Given) -> tuple[int, int]:
+    dense = hf_config.size("first_k_dense_replace") if hf_config.get("first_k_dense_replace") else 0
+    return hf_config.size(*WIDTH) * hf_config.size("n_shared_experts"), dense
 
 
-def routing(given: Given) -> Keys:
+def routing(hf_config: Given) -> Keys:
     """What chooses experts; V2 in groups is refused, because files mean V3's choice of them."""
-    third = _third(given)
+    third = _third(hf_config)
     func, method = ("sigmoid", "noaux_tc") if third else ("softmax", "greedy")
-    given.one_of("scoring_func", func, func)
-    given.one_of("topk_method", method, method)
-    given.one_of("moe_layer_freq", 1, 1)
+    hf_config.one_of("scoring_func", func, func)
+    hf_config.one_of("topk_method", method, method)
+    hf_config.one_of("moe_layer_freq", 1, 1)
     if not third:
-        given.one_of("norm_topk_prob", False, False)
-        given.one_of("n_group", 1, 1)
-    found: Keys = {
+        hf_config.one_of("norm_topk_prob", False, False)
+        hf_config.one_of("n_group", 1, 1)
+    metadata: Keys = {
         "expert_gating_func": SIGMOID if third else SOFTMAX,
-        "expert_weights_scale": given.real("routed_scaling_factor", None if third else 1.0),
+        "expert_weights_scale": hf_config.real("routed_scaling_factor", None if third else 1.0),
     }
-    if third and given.flag("norm_topk_prob", True):
-        found["expert_weights_norm"] = True
+    if third and hf_config.flag("norm_topk_prob", True):
+        metadata["expert_weights_norm"] = True
     for name, key in (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_count")):
-        if given.get(name) is not None:
-            found[key] = given.size(name)
-    return found
+        if hf_config.get(name) is not None:
+            metadata[key] = hf_config.size(name)
+    return metadata
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("attention_bias", False, False)
-    rank, dims, scaling = sizes.kv_lora_rank, sizes.rope_dims or 0, given.full_rotation()
-    found: Keys = {
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("attention_bias", False, False)
+    rank, dims, scaling = sizes.kv_lora_rank, sizes.rope_dims or 0, hf_config.full_rotation()
+    metadata: Keys = {
         "vocab_size": sizes.vocab_size,
         "attention.head_count_kv": 1,
         "attention.key_length": rank + dims,
@@ -83,26 +83,28 @@ def keys(given: Given, sizes: Sizes) -> Keys:
         "rope.dimension_count": dims,
         "leading_dense_block_count": sizes.leading_dense_block_count,
         "expert_shared_count": sizes.expert_shared_feed_forward_length // sizes.expert_width,
-        **routing(given),
+        **routing(hf_config),
     }
     if sizes.q_lora_rank:
-        found["attention.q_lora_rank"] = sizes.q_lora_rank
-    if given.scaling() not in ("default", "yarn"):
-        raise given.wrong("rope_scaling.type", given.scaling(), "yarn, if there is any")
-    if given.scaling() == "yarn":
-        by = given.number("rope_scaling.mscale_all_dim", scaling.get("mscale_all_dim"))
+        metadata["attention.q_lora_rank"] = sizes.q_lora_rank
+    if hf_config.scaling() not in ("default", "yarn"):
+        raise hf_config.wrong("rope_scaling.type", hf_config.scaling(), "yarn, if there is any")
+    if hf_config.scaling() == "yarn":
+        by = hf_config.number("rope_scaling.mscale_all_dim", scaling.get("mscale_all_dim"))
         if scaling.get("mscale") != by:
-            raise given.wrong("rope_scaling.mscale", scaling.get("mscale"), f"mscale_all_dim {by}")
-        found[MULTIPLIER] = TENTH * by
-    return found
+            raise hf_config.wrong(
+                "rope_scaling.mscale", scaling.get("mscale"), f"mscale_all_dim {by}"
+            )
+        metadata[MULTIPLIER] = TENTH * by
+    return metadata
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    return (CHOICE,) if _third(given) else ()
+def optional(hf_config: Given) -> tuple[str, ...]:
+    return (CHOICE,) if _third(hf_config) else ()
 
 
-def _third(given: Given) -> bool:
-    return bool(given.get("architectures", [""])[0] == "DeepseekV3ForCausalLM")
+def _third(hf_config: Given) -> bool:
+    return bool(hf_config.get("architectures", [""])[0] == "DeepseekV3ForCausalLM")
 
 
 KEYS = {

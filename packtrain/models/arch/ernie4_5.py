@@ -5,8 +5,8 @@ from packtrain.models.arch.hf_config import Given
 from packtrain.models.arch.size_fields import Sizes
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("use_bias", False, False)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("use_bias", False, False)
     return {}
 
 

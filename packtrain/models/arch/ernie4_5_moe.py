@@ -12,25 +12,25 @@ ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.moe_statics.e_score_correction": "exp
 WIDTH, START = ("moe_intermediate_size", 1536), "moe_layer_start_index"
 
 
-def others(given: Given) -> tuple[int, int]:
+def others(hf_config: Given) -> tuple[int, int]:
     """llama.cpp's converter divides the feed-forward's width by the key heads, which is the same in Baidu's models."""
-    shared = given.get("moe_num_shared_experts", 2)
-    dense = given.get(START, 1)
+    shared = hf_config.get("moe_num_shared_experts", 2)
+    dense = hf_config.get(START, 1)
     if type(shared) is not int or shared < 0:
-        raise given.wrong("moe_num_shared_experts", shared, "0 or more")
+        raise hf_config.wrong("moe_num_shared_experts", shared, "0 or more")
     if type(dense) is not int or dense < 0:
-        raise given.wrong(START, dense, "0 or more")
-    return given.size(*WIDTH) * shared, dense
+        raise hf_config.wrong(START, dense, "0 or more")
+    return hf_config.size(*WIDTH) * shared, dense
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    ernie4_5.keys(given, sizes)
-    given.one_of("moe_layer_interval", 1, 1)
-    given.one_of("moe_layer_end_index", -1, -1, sizes.block_count - 1)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    ernie4_5.keys(hf_config, sizes)
+    hf_config.one_of("moe_layer_interval", 1, 1)
+    hf_config.one_of("moe_layer_end_index", -1, -1, sizes.block_count - 1)
     shared = sizes.expert_shared_feed_forward_length
-    found: Keys = {"expert_shared_feed_forward_length": shared} if shared else {}
+    shared_keys: Keys = {"expert_shared_feed_forward_length": shared} if shared else {}
     return {
-        **found,
+        **shared_keys,
         "interleave_moe_layer_step": 1,
         "leading_dense_block_count": sizes.leading_dense_block_count,
         "expert_shared_count": shared // sizes.expert_width,

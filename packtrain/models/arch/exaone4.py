@@ -11,15 +11,17 @@ from packtrain.models.arch.size_fields import Sizes
 BLOCKS = 64  # those of the 32B, which alone has windows in llama.cpp
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     blocks, keys = sizes.block_count, Keys(vocab_size=sizes.vocab_size)
-    local = given.windows(sizes.block_count)
-    window = given.stated("sliding_window", True)  # where the key is missing transformers has one
+    local = hf_config.windows(sizes.block_count)
+    window = hf_config.stated(
+        "sliding_window", True
+    )  # where the key is missing transformers has one
     if window is True or (blocks == BLOCKS) != bool(window) or bool(window) != any(local):
         right = f"a number in a model of {BLOCKS} blocks, and null in others, as in llama.cpp"
-        raise given.wrong("sliding_window", window, right)
+        raise hf_config.wrong("sliding_window", window, right)
     if window:
-        keys["attention.sliding_window"] = given.size("sliding_window")
+        keys["attention.sliding_window"] = hf_config.size("sliding_window")
         keys["attention.sliding_window_pattern"] = local
     return keys
 

@@ -15,24 +15,26 @@ MODULES = {
 }  # fmt: skip
 
 
-def usual(given: Given) -> Given:
+def usual(hf_config: Given) -> Given:
     """The large ones have as many keys and values as the config says, the small ones of several queries one."""
-    given = given.renamed({"num_attention_heads": ("n_head",), "num_hidden_layers": ("n_layer",)})
-    width, heads = given.size("hidden_size"), given.size("num_attention_heads")
-    kv = given.size("num_kv_heads", given.get("n_head_kv", heads))
-    single = given.flag("multi_query", True) and not given.flag("new_decoder_architecture")
-    return given.but(
+    hf_config = hf_config.renamed(
+        {"num_attention_heads": ("n_head",), "num_hidden_layers": ("n_layer",)}
+    )
+    width, heads = hf_config.size("hidden_size"), hf_config.size("num_attention_heads")
+    kv = hf_config.size("num_kv_heads", hf_config.get("n_head_kv", heads))
+    single = hf_config.flag("multi_query", True) and not hf_config.flag("new_decoder_architecture")
+    return hf_config.but(
         num_key_value_heads=1 if single else kv,
-        intermediate_size=given.size("ffn_hidden_size", 4 * width),
-        max_position_embeddings=given.size("max_position_embeddings", 2048),
-        hidden_act=given.get("activation", "gelu"),
+        intermediate_size=hf_config.size("ffn_hidden_size", 4 * width),
+        max_position_embeddings=hf_config.size("max_position_embeddings", 2048),
+        hidden_act=hf_config.get("activation", "gelu"),
     )
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("alibi", False, False)
-    given.one_of("bias", False, False)
-    given.one_of("parallel_attn", True, True)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("alibi", False, False)
+    hf_config.one_of("bias", False, False)
+    hf_config.one_of("parallel_attn", True, True)
     return {"tensor_data_layout": "jploski"}
 
 
@@ -41,16 +43,19 @@ def spans(sizes: Sizes) -> dict[str, Spans]:
     d, groups = sizes.head_width, sizes.head_count_kv
     each = sizes.head_count // groups + 2
     parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # of a group, in heads
-    found = [
+    qkv_spans = [
         ((g * each + first) * d, (g * each + last) * d)
         for first, last in parts
         for g in range(groups)
     ]
-    return {"attn_qkv": tuple(found)}
+    return {"attn_qkv": tuple(qkv_spans)}
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    large = given.flag("new_decoder_architecture") and given.get("num_ln_in_parallel_attn", 2) == 2
+def optional(hf_config: Given) -> tuple[str, ...]:
+    large = (
+        hf_config.flag("new_decoder_architecture")
+        and hf_config.get("num_ln_in_parallel_attn", 2) == 2
+    )
     return ("attn_norm.bias", "output_norm.bias", *(SECOND if large else ()))
 
 

@@ -20,28 +20,30 @@ FEED_FORWARD = {
 }  # fmt: skip
 
 
-def mixing(given: Given) -> dict[str, Any]:
-    expanded = given.size("mamba_expand", 2) * given.size("hidden_size")
-    return {"scan": scan(given, given.size("mamba_d_ssm", expanded))}
+def mixing(hf_config: Given) -> dict[str, Any]:
+    expanded = hf_config.size("mamba_expand", 2) * hf_config.size("hidden_size")
+    return {"scan": scan(hf_config, hf_config.size("mamba_d_ssm", expanded))}
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    found = (CONV_BIAS,) if given.flag("mamba_conv_bias", True) else ()
-    return (*found, NORM) if given.flag("mamba_rms_norm") else found
+def optional(hf_config: Given) -> tuple[str, ...]:
+    names = (CONV_BIAS,) if hf_config.flag("mamba_conv_bias", True) else ()
+    return (*names, NORM) if hf_config.flag("mamba_rms_norm") else names
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     for name in ("attention_bias", "mlp_bias", "projectors_bias"):
-        given.one_of(name, False, False)
-    if given.get("mamba_norm_before_gate", True) and given.flag(
+        hf_config.one_of(name, False, False)
+    if hf_config.get("mamba_norm_before_gate", True) and hf_config.flag(
         "mamba_rms_norm"
     ):  # llama.cpp gates first
-        given.one_of("mamba_norm_before_gate", True, False)
-    if given.flag("tie_word_embeddings"):  # one matrix has one multiplier
-        by = given.real("embedding_multiplier", 1.0)
-        given.one_of("lm_head_multiplier", 1.0, by)
-    wide = dict.fromkeys(("attention.key_length", "attention.value_length"), sizes.head_width)
-    return {**scan_keys(sizes), **wide, "vocab_size": sizes.vocab_size}
+        hf_config.one_of("mamba_norm_before_gate", True, False)
+    if hf_config.flag("tie_word_embeddings"):  # one matrix has one multiplier
+        by = hf_config.real("embedding_multiplier", 1.0)
+        hf_config.one_of("lm_head_multiplier", 1.0, by)
+    head_lengths = dict.fromkeys(
+        ("attention.key_length", "attention.value_length"), sizes.head_width
+    )
+    return {**scan_keys(sizes), **head_lengths, "vocab_size": sizes.vocab_size}
 
 
 def times(*factors: float | np.ndarray) -> Changed:
@@ -49,22 +51,24 @@ def times(*factors: float | np.ndarray) -> Changed:
 
     def changed(rows: np.ndarray, first: int) -> np.ndarray:
         for by in factors:
-            own = by[first : first + len(rows), None] if isinstance(by, np.ndarray) else None
-            rows = rows * (np.float32(by) if own is None else own)
+            row_factors = (
+                by[first : first + len(rows), None] if isinstance(by, np.ndarray) else None
+            )
+            rows = rows * (np.float32(by) if row_factors is None else row_factors)
         return rows
 
     return changed
 
 
-def changes(given: Given, sizes: Sizes) -> Mapping[str, Changed]:
+def changes(hf_config: Given, sizes: Sizes) -> Mapping[str, Changed]:
     def by(name: str) -> float:
-        return given.real(name, 1.0)
+        return hf_config.real(name, 1.0)
 
     def several(name: str, count: int) -> list[float]:
-        found = given.get(name, [1.0] * count)
-        if not isinstance(found, list) or len(found) != count:
-            raise given.wrong(name, found, f"{count} numbers")
-        return [given.number(name, one) for one in found]
+        factors = hf_config.get(name, [1.0] * count)
+        if not isinstance(factors, list) or len(factors) != count:
+            raise hf_config.wrong(name, factors, f"{count} numbers")
+        return [hf_config.number(name, factor) for factor in factors]
 
     assert sizes.scan is not None
     inner, state, heads, groups, _ = sizes.scan
@@ -72,11 +76,11 @@ def changes(given: Given, sizes: Sizes) -> Mapping[str, Changed]:
         several("ssm_multipliers", 5), (inner, inner, groups * state, groups * state, heads)
     )
     gate, down = several("mlp_multipliers", 2)
-    inside, outside = by("attention_in_multiplier"), by("attention_out_multiplier")
+    attn_in, attn_out = by("attention_in_multiplier"), by("attention_out_multiplier")
     return {
         "token_embd": times(by("embedding_multiplier")), "output": times(by("lm_head_multiplier")),
-        "attn_q": times(inside), "attn_k": times(by("key_multiplier"), inside), "attn_v": times(inside),
-        "attn_output": times(outside), "ffn_gate": times(gate), "ffn_down": times(down),
+        "attn_q": times(attn_in), "attn_k": times(by("key_multiplier"), attn_in), "attn_v": times(attn_in),
+        "attn_output": times(attn_out), "ffn_gate": times(gate), "ffn_down": times(down),
         "ssm_in": times(by("ssm_in_multiplier"), rows.astype(np.float32)), "ssm_out": times(by("ssm_out_multiplier")),
         "ssm_a": arch.decays,
     }  # fmt: skip

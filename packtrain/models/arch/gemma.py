@@ -5,7 +5,7 @@ from packtrain.models.arch.hf_config import Given
 from packtrain.models.arch.size_fields import Sizes
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     return {"attention.key_length": sizes.head_width, "attention.value_length": sizes.head_width}
 
 

@@ -14,19 +14,22 @@ NORMS_BEHIND = {
 }  # fmt: skip
 
 
-def check_scale(architecture: Architecture, given: Given, sizes: Sizes) -> None:
+def check_scale(architecture: Architecture, hf_config: Given, sizes: Sizes) -> None:
     """Check the scale of attention scores, for which GGUF has no key."""
     width = architecture.scored_width(sizes)
-    given.one_of("query_pre_attn_scalar", 256, width)
+    hf_config.one_of("query_pre_attn_scalar", 256, width)
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    check_scale(ARCHITECTURE, given, sizes)
-    given.windows_every(2, sizes.block_count)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    check_scale(ARCHITECTURE, hf_config, sizes)
+    hf_config.windows_every(2, sizes.block_count)
     return {
-        **gemma.keys(given, sizes),
-        **{key: given.number(key, given.stated(key, most)) for key, most in CAPS.items()},
-        "attention.sliding_window": given.size("sliding_window", TOKENS_BACK),
+        **gemma.keys(hf_config, sizes),
+        **{
+            key: hf_config.number(key, hf_config.stated(key, default))
+            for key, default in CAPS.items()
+        },
+        "attention.sliding_window": hf_config.size("sliding_window", TOKENS_BACK),
     }
 
 

@@ -10,19 +10,19 @@ from packtrain.models.arch.size_fields import Sizes
 EVERY, BASE = 6, 10_000.0
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    gemma2.check_scale(ARCHITECTURE, given, sizes)
-    given.one_of("attn_logit_softcapping", None, None)
-    given.one_of("sliding_window_pattern", EVERY, EVERY)
-    given.one_of("_sliding_window_pattern", EVERY, EVERY)
-    given.windows_every(EVERY, sizes.block_count)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    gemma2.check_scale(ARCHITECTURE, hf_config, sizes)
+    hf_config.one_of("attn_logit_softcapping", None, None)
+    hf_config.one_of("sliding_window_pattern", EVERY, EVERY)
+    hf_config.one_of("_sliding_window_pattern", EVERY, EVERY)
+    hf_config.windows_every(EVERY, sizes.block_count)
     keys: Keys = {
-        **gemma.keys(given, sizes),
-        "attention.sliding_window": given.size("sliding_window", gemma2.TOKENS_BACK),
+        **gemma.keys(hf_config, sizes),
+        "attention.sliding_window": hf_config.size("sliding_window", gemma2.TOKENS_BACK),
     }
-    keys["rope.freq_base_swa"] = given.near_base()
-    if given.get("final_logit_softcapping") is not None:
-        keys["final_logit_softcapping"] = given.real("final_logit_softcapping")
+    keys["rope.freq_base_swa"] = hf_config.near_base()
+    if hf_config.get("final_logit_softcapping") is not None:
+        keys["final_logit_softcapping"] = hf_config.real("final_logit_softcapping")
     return keys
 
 

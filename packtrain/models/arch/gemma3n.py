@@ -29,17 +29,17 @@ OUTSIDE = {
 WIDTHS, SPARSITY = "intermediate_size", "activation_sparsity_pattern"
 
 
-def usual(given: Given) -> Given:
+def usual(hf_config: Given) -> Given:
     """One width of the feed-forwards, which some configs list for each block."""
-    wide = given.get(WIDTHS)
-    if not isinstance(wide, list):
-        return given
-    if not wide or any(one != wide[0] for one in wide):
-        raise given.wrong(WIDTHS, wide, "the same for all blocks, as in llama.cpp")
-    return given.but(intermediate_size=wide[0], widths=wide)
+    widths = hf_config.get(WIDTHS)
+    if not isinstance(widths, list):
+        return hf_config
+    if not widths or any(width != widths[0] for width in widths):
+        raise hf_config.wrong(WIDTHS, widths, "the same for all blocks, as in llama.cpp")
+    return hf_config.but(intermediate_size=widths[0], widths=widths)
 
 
-def check(given: Given, blocks: int) -> None:
+def check(hf_config: Given, blocks: int) -> None:
     """Refuse what llama.cpp, which has these numbers in its code, would compute otherwise."""
     for key, value in (
         ("altup_num_inputs", STREAMS),
@@ -49,44 +49,46 @@ def check(given: Given, blocks: int) -> None:
         ("num_kv_shared_layers", blocks - min(blocks, OWNING)),
         (CAP, CAPPED),
     ):
-        given.one_of(key, None, value)
-    given.one_of("attention_bias", False, False)
-    given.one_of("altup_correct_scale", True, True)
+        hf_config.one_of(key, None, value)
+    hf_config.one_of("attention_bias", False, False)
+    hf_config.one_of("altup_correct_scale", True, True)
     shares = [SHARE if i < SPARSE else 0.0 for i in range(blocks)]
-    if given.get(SPARSITY) != shares:
+    if hf_config.get(SPARSITY) != shares:
         right = f"{SHARE} for the first {SPARSE} blocks and 0.0 for others, as llama.cpp has it"
-        raise given.wrong(SPARSITY, given.get(SPARSITY), right)
+        raise hf_config.wrong(SPARSITY, hf_config.get(SPARSITY), right)
 
 
-def kinds(given: Given) -> dict[str, Any]:
-    blocks = given.size("num_hidden_layers")
-    pattern = tuple(given.windows(blocks, required=True))
-    check(given, blocks)
-    own = min(blocks, OWNING)
-    if own < blocks and (pattern[own - 1] or not pattern[own - 2]):
+def kinds(hf_config: Given) -> dict[str, Any]:
+    blocks = hf_config.size("num_hidden_layers")
+    pattern = tuple(hf_config.windows(blocks, required=True))
+    check(hf_config, blocks)
+    num_owning = min(blocks, OWNING)
+    if num_owning < blocks and (pattern[num_owning - 1] or not pattern[num_owning - 2]):
         right = f"such that the last two of the first {OWNING} blocks are {SLIDING} and {FULL}"
-        raise given.wrong("layer_types", given.get("layer_types"), right)
+        raise hf_config.wrong("layer_types", hf_config.get("layer_types"), right)
     return {
         "window_pattern": pattern,
-        "own_kv": own if own < blocks else 0,
+        "own_kv": num_owning if num_owning < blocks else 0,
         "embedding_length_per_layer": OWN,
     }
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    blocks, found = sizes.block_count, kinds(given)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    blocks, fields = sizes.block_count, kinds(hf_config)
     keys: Keys = {
-        "attention.sliding_window": given.size("sliding_window"),
-        "attention.sliding_window_pattern": list(found["window_pattern"]),
+        "attention.sliding_window": hf_config.size("sliding_window"),
+        "attention.sliding_window_pattern": list(fields["window_pattern"]),
         "attention.shared_kv_layers": blocks - min(blocks, OWNING),
-        "rope.freq_base_swa": given.near_base(),
+        "rope.freq_base_swa": hf_config.near_base(),
         "embedding_length_per_layer_input": OWN,
         "altup.active_idx": 0,
         "altup.num_inputs": STREAMS,
         "activation_sparsity_scale": beyond(blocks),
         CAP: CAPPED,
     }
-    return keys | ({"feed_forward_length": given.get("widths")} if given.get("widths") else {})
+    return keys | (
+        {"feed_forward_length": hf_config.get("widths")} if hf_config.get("widths") else {}
+    )
 
 
 def beyond(blocks: int) -> list[float]:

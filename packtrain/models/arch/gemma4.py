@@ -32,77 +32,85 @@ SHARED, OWN = "num_kv_shared_layers", "hidden_size_per_layer_input"
 WIDE, UNTURNED, PROPORTIONAL = 512, 1e30, "proportional"
 
 
-def usual(given: Given) -> Given:
+def usual(hf_config: Given) -> Given:
     """The sizes of a head and the number of keys' heads in blocks without a window are those of the model."""
-    heads, near = given.size("num_key_value_heads"), given.size("head_dim", 256)
-    own = given.get("per_layer_config", {})
-    if not isinstance(own, dict) or not all(isinstance(one, dict) for one in own.values()):
-        raise given.wrong("per_layer_config", own, "an object of objects")
+    heads, window_head_dim = hf_config.size("num_key_value_heads"), hf_config.size("head_dim", 256)
+    layer_configs = hf_config.get("per_layer_config", {})
+    if not isinstance(layer_configs, dict) or not all(
+        isinstance(layer, dict) for layer in layer_configs.values()
+    ):
+        raise hf_config.wrong("per_layer_config", layer_configs, "an object of objects")
     # transformers writes those without a window
-    here: Mapping[str, Any] = next(iter(own.values()), {})
-    full = {"head_dim": here.get("head_dim", given.get("global_head_dim", WIDE))}
-    if given.flag("attention_k_eq_v"):
-        own_heads = here.get("num_key_value_heads", given.get("num_global_key_value_heads"))
+    full_layer: Mapping[str, Any] = next(iter(layer_configs.values()), {})
+    full = {"head_dim": full_layer.get("head_dim", hf_config.get("global_head_dim", WIDE))}
+    if hf_config.flag("attention_k_eq_v"):
+        own_heads = full_layer.get(
+            "num_key_value_heads", hf_config.get("num_global_key_value_heads")
+        )
         full |= {"num_key_value_heads": own_heads or heads}
-    count = given.size("num_experts") if given.flag("enable_moe_block") else 0
-    return given.but(near_head_dim=near, near_heads=heads, num_experts=count, **full)
+    count = hf_config.size("num_experts") if hf_config.flag("enable_moe_block") else 0
+    return hf_config.but(near_head_dim=window_head_dim, near_heads=heads, num_experts=count, **full)
 
 
-def kinds(given: Given) -> dict[str, Any]:
-    blocks, wide = given.size("num_hidden_layers"), given.size("intermediate_size")
-    pattern = tuple(given.windows(blocks, required=True))
-    shared, layers = (given.get(key) and given.size(key) for key in (SHARED, OWN))
-    if given.stated(OWN, "") == "":
-        raise given.wrong(OWN, None, "a whole number, or 0")
-    own = blocks - shared if shared else 0
-    if shared and (own < 2 or pattern[own - 1] or not pattern[own - 2]):
+def kinds(hf_config: Given) -> dict[str, Any]:
+    blocks, ffn_width = hf_config.size("num_hidden_layers"), hf_config.size("intermediate_size")
+    pattern = tuple(hf_config.windows(blocks, required=True))
+    shared, layers = (hf_config.get(key) and hf_config.size(key) for key in (SHARED, OWN))
+    if hf_config.stated(OWN, "") == "":
+        raise hf_config.wrong(OWN, None, "a whole number, or 0")
+    num_owning = blocks - shared if shared else 0
+    if shared and (num_owning < 2 or pattern[num_owning - 1] or not pattern[num_owning - 2]):
         right = "0, or leave a block with a window and one without as the last with keys and values"
-        raise given.wrong(SHARED, shared, right)
-    twice = shared and given.flag("use_double_wide_mlp")
-    width, heads = given.size("near_head_dim"), given.size("near_heads")
+        raise hf_config.wrong(SHARED, shared, right)
+    is_double_wide = shared and hf_config.flag("use_double_wide_mlp")
+    width, heads = hf_config.size("near_head_dim"), hf_config.size("near_heads")
     return {
         "window_pattern": pattern,
-        "own_kv": own,
+        "own_kv": num_owning,
         "embedding_length_per_layer": layers or 0,
-        "keys_are_values": given.flag("attention_k_eq_v"),
-        "key_length_swa": 0 if width == given.size("head_dim") else width,
-        "head_count_kv_swa": 0 if heads == given.size("num_key_value_heads") else heads,
-        "feed_forward_lengths": (wide,) * own + (2 * wide,) * shared if twice else (),
+        "keys_are_values": hf_config.flag("attention_k_eq_v"),
+        "key_length_swa": 0 if width == hf_config.size("head_dim") else width,
+        "head_count_kv_swa": 0 if heads == hf_config.size("num_key_value_heads") else heads,
+        "feed_forward_lengths": (ffn_width,) * num_owning + (2 * ffn_width,) * shared
+        if is_double_wide
+        else (),
     }
 
 
-def factors(given: Given) -> np.ndarray:
+def factors(hf_config: Given) -> np.ndarray:
     """Divisors of frequencies: only the first pairs of a head without a window are turned."""
-    width = given.size("head_dim")
-    turned = given.turned(width) // 2
-    return np.repeat(np.array([1.0, UNTURNED], np.float32), (turned, width // 2 - turned))
+    width = hf_config.size("head_dim")
+    num_rotated = hf_config.turned(width) // 2
+    return np.repeat(np.array([1.0, UNTURNED], np.float32), (num_rotated, width // 2 - num_rotated))
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    found = kinds(given)
-    given.one_of("use_bidirectional_attention", None, None, "vision")
-    given.one_of("attention_bias", False, False)
-    if given.scaling() != PROPORTIONAL:
-        raise given.wrong("rope_parameters.full_attention.rope_type", given.scaling(), PROPORTIONAL)
-    near = given.size("near_head_dim")
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    fields = kinds(hf_config)
+    hf_config.one_of("use_bidirectional_attention", None, None, "vision")
+    hf_config.one_of("attention_bias", False, False)
+    if hf_config.scaling() != PROPORTIONAL:
+        raise hf_config.wrong(
+            "rope_parameters.full_attention.rope_type", hf_config.scaling(), PROPORTIONAL
+        )
+    swa = hf_config.size("near_head_dim")
     keys: Keys = {
-        "attention.sliding_window": given.size("sliding_window"),
-        "attention.sliding_window_pattern": list(found["window_pattern"]),
-        "attention.shared_kv_layers": sizes.block_count - (found["own_kv"] or sizes.block_count),
-        "embedding_length_per_layer_input": found["embedding_length_per_layer"],
-        "attention.key_length_swa": near,
-        "attention.value_length_swa": near,
+        "attention.sliding_window": hf_config.size("sliding_window"),
+        "attention.sliding_window_pattern": list(fields["window_pattern"]),
+        "attention.shared_kv_layers": sizes.block_count - (fields["own_kv"] or sizes.block_count),
+        "embedding_length_per_layer_input": fields["embedding_length_per_layer"],
+        "attention.key_length_swa": swa,
+        "attention.value_length_swa": swa,
         "rope.dimension_count": sizes.head_width,
-        "rope.dimension_count_swa": near,
-        "rope.freq_base_swa": given.near_base(),
+        "rope.dimension_count_swa": swa,
+        "rope.freq_base_swa": hf_config.near_base(),
     }
-    if found["feed_forward_lengths"]:
-        keys["feed_forward_length"] = list(found["feed_forward_lengths"])
-    if found["head_count_kv_swa"]:
-        each = (sizes.head_count_kv, found["head_count_kv_swa"])
-        keys["attention.head_count_kv"] = [each[near] for near in found["window_pattern"]]
+    if fields["feed_forward_lengths"]:
+        keys["feed_forward_length"] = list(fields["feed_forward_lengths"])
+    if fields["head_count_kv_swa"]:
+        each = (sizes.head_count_kv, fields["head_count_kv_swa"])
+        keys["attention.head_count_kv"] = [each[swa] for swa in fields["window_pattern"]]
     # without the key llama.cpp takes a default
-    return keys | {CAP: given.real(CAP) if given.get(CAP) else 0.0}
+    return keys | {CAP: hf_config.real(CAP) if hf_config.get(CAP) else 0.0}
 
 
 KEYS = {

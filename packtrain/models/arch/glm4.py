@@ -14,12 +14,12 @@ END, USER = "<|endoftext|>", "<|user|>"
 SPECIAL = {"eos": END, "eot": USER, "unknown": END, "bos": END}
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    return {"rope.dimension_count": given.turned(sizes.head_width, 0.5)}
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    return {"rope.dimension_count": hf_config.turned(sizes.head_width, 0.5)}
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    return BIASES if given.flag("attention_bias") else ()
+def optional(hf_config: Given) -> tuple[str, ...]:
+    return BIASES if hf_config.flag("attention_bias") else ()
 
 
 ARCHITECTURE = Architecture(

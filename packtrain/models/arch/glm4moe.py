@@ -18,30 +18,30 @@ SPECIAL = {
 FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}
 
 
-def others(given: Given) -> tuple[int, int]:
-    return given.size(*WIDTH) * given.size("n_shared_experts", 1), given.size(
+def others(hf_config: Given) -> tuple[int, int]:
+    return hf_config.size(*WIDTH) * hf_config.size("n_shared_experts", 1), hf_config.size(
         "first_k_dense_replace", 1
     )
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("n_group", 1, 1)
-    given.one_of("topk_group", 1, 1)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("n_group", 1, 1)
+    hf_config.one_of("topk_group", 1, 1)
     return {
-        "rope.dimension_count": given.turned(sizes.head_width, 0.5),
+        "rope.dimension_count": hf_config.turned(sizes.head_width, 0.5),
         "expert_group_count": 1,
         "expert_group_used_count": 1,
         "expert_shared_count": sizes.expert_shared_feed_forward_length // sizes.expert_width,
         "leading_dense_block_count": sizes.leading_dense_block_count,
         "expert_gating_func": SIGMOID,
-        "expert_weights_scale": given.real("routed_scaling_factor", 1.0),
-        "expert_weights_norm": given.flag("norm_topk_prob", True),
+        "expert_weights_scale": hf_config.real("routed_scaling_factor", 1.0),
+        "expert_weights_norm": hf_config.flag("norm_topk_prob", True),
     }
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    biases = BIASES if given.flag("attention_bias") else ()
-    return (*biases, CHOICE, *(NORMS if given.flag("use_qk_norm") else ()))
+def optional(hf_config: Given) -> tuple[str, ...]:
+    biases = BIASES if hf_config.flag("attention_bias") else ()
+    return (*biases, CHOICE, *(NORMS if hf_config.flag("use_qk_norm") else ()))
 
 
 KEYS = {

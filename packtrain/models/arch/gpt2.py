@@ -16,21 +16,21 @@ RENAMED = {
 }  # fmt: skip
 
 
-def usual(given: Given) -> Given:
-    given = given.renamed(RENAMED)
-    return given.but(
-        intermediate_size=given.size("intermediate_size", 4 * given.size("hidden_size"))
+def usual(hf_config: Given) -> Given:
+    hf_config = hf_config.renamed(RENAMED)
+    return hf_config.but(
+        intermediate_size=hf_config.size("intermediate_size", 4 * hf_config.size("hidden_size"))
     )
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("scale_attn_weights", True, True)
-    given.one_of("scale_attn_by_inverse_layer_idx", False, False)
-    given.one_of("add_cross_attention", False, False)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("scale_attn_weights", True, True)
+    hf_config.one_of("scale_attn_by_inverse_layer_idx", False, False)
+    hf_config.one_of("add_cross_attention", False, False)
     return {}
 
 
-def optional(given: Given) -> tuple[str, ...]:
+def optional(hf_config: Given) -> tuple[str, ...]:
     return ("attn_qkv.bias", *arch.UNGATED_BIASES, *NORM_BIASES)
 
 

@@ -32,12 +32,12 @@ for name in ("gate_up_proj", "down_proj"):
     }
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.windows_every(EVERY, sizes.block_count)
-    given.one_of("swiglu_limit", 7.0, 7.0)
-    given.one_of("swiglu_alpha", 1.702, 1.702)
-    given.one_of("attention_bias", True, True)
-    return {"attention.sliding_window": given.size("sliding_window", 128)}
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.windows_every(EVERY, sizes.block_count)
+    hf_config.one_of("swiglu_limit", 7.0, 7.0)
+    hf_config.one_of("swiglu_alpha", 1.702, 1.702)
+    hf_config.one_of("attention_bias", True, True)
+    return {"attention.sliding_window": hf_config.size("sliding_window", 128)}
 
 
 ARCHITECTURE = Architecture(

@@ -27,14 +27,16 @@ def halves(module: str, end: str = "") -> Halves:
     }
 
 
-def dense(given: Given) -> Given:
+def dense(hf_config: Given) -> Given:
     """The expert that all tokens have is the feed-forward."""
-    return given.but(num_experts=0, intermediate_size=given.size("shared_intermediate_size"))
+    return hf_config.but(
+        num_experts=0, intermediate_size=hf_config.size("shared_intermediate_size")
+    )
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    scales = {key: given.real(name, 1.0) for name, key in SCALES.items()}
-    return {**llama.keys(given, sizes), **scales}
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    scales = {key: hf_config.real(name, 1.0) for name, key in SCALES.items()}
+    return {**llama.keys(hf_config, sizes), **scales}
 
 
 ARCHITECTURE = Architecture(

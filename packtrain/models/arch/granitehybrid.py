@@ -16,41 +16,43 @@ ATTENDING, SCANNING = ("attention", "full_attention"), ("mamba", "linear_attenti
 CONV_BIAS, NORM = "ssm_conv1d.bias", "ssm_norm.weight"
 
 
-def usual(given: Given) -> Given:
-    return given if given.get("num_local_experts", 8) else granite.dense(given)
+def usual(hf_config: Given) -> Given:
+    return hf_config if hf_config.get("num_local_experts", 8) else granite.dense(hf_config)
 
 
-def other(given: Given) -> str:
+def other(hf_config: Given) -> str:
     """Where all blocks attend, the class is only a Granite, with rope."""
-    kinds = given.get("layer_types")
+    kinds = hf_config.get("layer_types")
     if not isinstance(kinds, list) or not kinds or any(kind not in ATTENDING for kind in kinds):
         return ""
-    given.one_of("position_embedding_type", None, "rope")
-    return granite.ALL_ATTEND if not given.get("num_local_experts", 8) else granitemoe.CLASSES[1]
+    hf_config.one_of("position_embedding_type", None, "rope")
+    return (
+        granite.ALL_ATTEND if not hf_config.get("num_local_experts", 8) else granitemoe.CLASSES[1]
+    )
 
 
-def scan(given: Given, inner: int) -> Scan:
-    given.one_of("mamba_proj_bias", False, False)
-    heads = given.size("mamba_n_heads", 128)
-    each = given.get("mamba_d_head", "auto")
+def scan(hf_config: Given, inner: int) -> Scan:
+    hf_config.one_of("mamba_proj_bias", False, False)
+    heads = hf_config.size("mamba_n_heads", 128)
+    each = hf_config.get("mamba_d_head", "auto")
     if inner % heads or each not in ("auto", inner // heads):
-        raise given.wrong("mamba_d_head", each, f"{inner} / mamba_n_heads {heads}")
+        raise hf_config.wrong("mamba_d_head", each, f"{inner} / mamba_n_heads {heads}")
     names = ("mamba_d_state", 256), ("mamba_n_groups", 1), ("mamba_d_conv", 4)
-    state, groups, taps = (given.size(*name) for name in names)
+    state, groups, taps = (hf_config.size(*name) for name in names)
     return Scan(inner, state, heads, groups, taps)
 
 
-def mixing(given: Given) -> dict[str, Any]:
-    kinds = given.kinds(given.size("num_hidden_layers"), *ATTENDING, *SCANNING)
+def mixing(hf_config: Given) -> dict[str, Any]:
+    kinds = hf_config.kinds(hf_config.size("num_hidden_layers"), *ATTENDING, *SCANNING)
     attending = tuple(kind in ATTENDING for kind in kinds)
     if all(attending) or not any(attending):
-        raise given.wrong("layer_types", kinds, "attention in some blocks and mamba in others")
-    inner = given.size("mamba_expand", 2) * given.size("hidden_size")
-    return {"attending": attending, "scan": scan(given, inner)}
+        raise hf_config.wrong("layer_types", kinds, "attention in some blocks and mamba in others")
+    inner = hf_config.size("mamba_expand", 2) * hf_config.size("hidden_size")
+    return {"attending": attending, "scan": scan(hf_config, inner)}
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    return (CONV_BIAS, NORM) if given.flag("mamba_conv_bias", True) else (NORM,)
+def optional(hf_config: Given) -> tuple[str, ...]:
+    return (CONV_BIAS, NORM) if hf_config.flag("mamba_conv_bias", True) else (NORM,)
 
 
 def scan_keys(sizes: Sizes) -> Keys:
@@ -59,16 +61,19 @@ def scan_keys(sizes: Sizes) -> Keys:
     return dict(zip(SCAN_KEYS, (taps, inner, state, heads, groups), strict=True))
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("position_embedding_type", "nope", "nope", None)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("position_embedding_type", "nope", "nope", None)
     each = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
-    found = granite.keys(given, sizes) | scan_keys(sizes)
+    metadata = granite.keys(hf_config, sizes) | scan_keys(sizes)
     if not sizes.expert_count:
-        found |= {"expert_count": 0, "expert_used_count": int(given.get("num_experts_per_tok", 2))}
-    return found | {
+        metadata |= {
+            "expert_count": 0,
+            "expert_used_count": int(hf_config.get("num_experts_per_tok", 2)),
+        }
+    return metadata | {
         "context_length": LONGEST,
         "attention.head_count_kv": each,
-        granite.SHARED_WIDTH: given.size("shared_intermediate_size", 1024),
+        granite.SHARED_WIDTH: hf_config.size("shared_intermediate_size", 1024),
         "rope.scaling.finetuned": False,
     }
 

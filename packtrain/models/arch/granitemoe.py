@@ -10,15 +10,19 @@ CLASSES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 HALVES = granite.halves("block_sparse_moe", "_exps") | granite.halves("shared_mlp", "_shexp")
 
 
-def others(given: Given) -> tuple[int, int]:
+def others(hf_config: Given) -> tuple[int, int]:
     return (
-        given.size("shared_intermediate_size") if given.get("shared_intermediate_size") else 0
+        hf_config.size("shared_intermediate_size")
+        if hf_config.get("shared_intermediate_size")
+        else 0
     ), 0
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    wide = sizes.expert_shared_feed_forward_length
-    return granite.keys(given, sizes) | ({granite.SHARED_WIDTH: wide} if wide else {})
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    shared_width = sizes.expert_shared_feed_forward_length
+    return granite.keys(hf_config, sizes) | (
+        {granite.SHARED_WIDTH: shared_width} if shared_width else {}
+    )
 
 
 EXPERTS = Experts(

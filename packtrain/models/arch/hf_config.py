@@ -65,12 +65,12 @@ class Given:
 
     def renamed(self, names: Mapping[str, tuple[str, ...]]) -> "Given":
         """With the values of other keys, the first that is there, where a key is missing."""
-        found = dict(self.values)
-        for key, others in names.items():
-            for other in others:
-                if found.get(key) in (None, found.get(other)) and found.get(other) is not None:
-                    found[key] = self.get(other)
-        return Given(self.path, found, self.read, self.notes)
+        values = dict(self.values)
+        for key, aliases in names.items():
+            for alias in aliases:
+                if values.get(key) in (None, values.get(alias)) and values.get(alias) is not None:
+                    values[key] = self.get(alias)
+        return Given(self.path, values, self.read, self.notes)
 
     def but(self, **values: Any) -> "Given":
         """With these values instead."""
@@ -105,12 +105,14 @@ class Given:
 
     # ---- windows
 
-    def kinds(self, blocks: int, *known: str, every: bool = False) -> list[str]:
+    def kinds(self, blocks: int, *allowed: str, every: bool = False) -> list[str]:
         """What each block is, by `layer_types`: one of these; with `every` all of them are somewhere."""
         kinds = self.get("layer_types")
-        sound = isinstance(kinds, list) and len(kinds) == blocks and all(k in known for k in kinds)
-        if not sound or (every and any(kind not in kinds for kind in known)):
-            right = f"{blocks} times {' or '.join(known)}{', each somewhere' if every else ''}"
+        sound = (
+            isinstance(kinds, list) and len(kinds) == blocks and all(k in allowed for k in kinds)
+        )
+        if not sound or (every and any(kind not in kinds for kind in allowed)):
+            right = f"{blocks} times {' or '.join(allowed)}{', each somewhere' if every else ''}"
             raise self.wrong("layer_types", kinds, right)
         return list(kinds)
 
@@ -127,8 +129,8 @@ class Given:
 
     def windows_every(self, every: int, blocks: int) -> None:
         """Refuse other windows than in all blocks but every N-th."""
-        want = [(i + 1) % every != 0 for i in range(blocks)]
-        if self.windows(blocks) not in ([], want):
+        expected = [(i + 1) % every != 0 for i in range(blocks)]
+        if self.windows(blocks) not in ([], expected):
             right = f"windows but for every {every}th block"
             raise self.wrong("layer_types", self.get("layer_types"), right)
 
@@ -150,19 +152,19 @@ class Given:
 
     def full_rotation(self) -> Rotation:
         """Rope settings of layers without a window; the base is here or in the config itself."""
-        found = self.rotation()
-        inner = found.get(FULL)
-        found = Rotation(inner, self.read) if isinstance(inner, dict) else found
-        return Rotation({"rope_theta": self.get("rope_theta"), **found}, self.read)
+        rotation = self.rotation()
+        inner = rotation.get(FULL)
+        rotation = Rotation(inner, self.read) if isinstance(inner, dict) else rotation
+        return Rotation({"rope_theta": self.get("rope_theta"), **rotation}, self.read)
 
     def near_base(self, default: float = 10_000.0) -> float:
         """The base of rope in layers with a window, where it is not scaled."""
         inner, new = self.rotation().get(SLIDING), self.get(ROPES[0])
         if new and FULL not in new:
             raise self.wrong(ROPES[0], new, f"an object with {FULL} and {SLIDING}")
-        found = inner if isinstance(inner, dict) else {}
+        settings = inner if isinstance(inner, dict) else {}
         base = self.get("rope_local_base_freq", default)
-        for key, value in found.items():
+        for key, value in settings.items():
             if key == "rope_theta":
                 base = base if value is None else value
             elif value not in (None, "default", 1.0):
@@ -177,8 +179,8 @@ class Given:
 
     def scaling(self) -> str:
         """The type of rope scaling; "default" is none."""
-        found = self.full_rotation()
-        new, old = found.get("rope_type"), found.get("type")
+        rotation = self.full_rotation()
+        new, old = rotation.get("rope_type"), rotation.get("type")
         kind = str((old if new is None else new) or "default")
         return "longrope" if kind == "su" else kind  # its former name
 

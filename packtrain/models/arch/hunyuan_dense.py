@@ -10,16 +10,16 @@ MODULES = BLOCK | {
 LONG = 256 * 1024  # tokens that its "dynamic" scaling is for, which no config says
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    if given.scaling() != "dynamic":
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    if hf_config.scaling() != "dynamic":
         return {}
     width = sizes.head_width
-    found = given.full_rotation()
-    alpha = given.number("alpha", found.get("alpha"))
-    for idle in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-        found.get(idle)
+    rotation = hf_config.full_rotation()
+    alpha = hf_config.number("alpha", rotation.get("alpha"))
+    for unused_key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        rotation.get(unused_key)
     return {
-        "rope.freq_base": given.base(10_000.0) * alpha ** (width / (width - 2)),
+        "rope.freq_base": hf_config.base(10_000.0) * alpha ** (width / (width - 2)),
         "rope.scaling.type": "none",
         "rope.scaling.factor": 1.0,
         "rope.scaling.original_context_length": LONG,

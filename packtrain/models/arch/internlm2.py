@@ -11,10 +11,10 @@ MODULES = {
 PARTS = "attn_q", "attn_k", "attn_v"
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     """Dynamic scaling of rope begins behind the context, where llama.cpp has none."""
-    given.one_of("bias", False, False)
-    given.full_rotation().get("factor")  # without effect within the context
+    hf_config.one_of("bias", False, False)
+    hf_config.full_rotation().get("factor")  # without effect within the context
     return {}
 
 
@@ -22,10 +22,10 @@ def spans(sizes: Sizes) -> dict[str, Spans]:
     """All queries, all keys, all values, from groups of those that belong together."""
     d, groups = sizes.head_width, sizes.head_count_kv
     each = sizes.head_count // groups + 2
-    ends = (0, each - 2), (each - 2, each - 1), (each - 1, each)  # of a group, in heads
+    group_spans = (0, each - 2), (each - 2, each - 1), (each - 1, each)  # of a group, in heads
     return {
         part: tuple(((g * each + first) * d, (g * each + last) * d) for g in range(groups))
-        for part, (first, last) in zip(PARTS, ends, strict=True)
+        for part, (first, last) in zip(PARTS, group_spans, strict=True)
     }
 
 

@@ -19,40 +19,42 @@ FEED_FORWARD = {
 }  # fmt: skip
 
 
-def usual(given: Given) -> Given:
+def usual(hf_config: Given) -> Given:
     """Older configs list the blocks with attention; the feed-forward is a share of the width that they name."""
-    blocks = range(given.size("num_hidden_layers"))
-    attending = given.get("full_attn_idxs", [*blocks])
-    kinds = given.get("layer_types", [FULL if i in attending else CONV for i in blocks])
-    width = given.size("block_ff_dim", given.get("intermediate_size"))
-    if given.flag("block_auto_adjust_ff_dim", True):
-        width = int(given.real("block_ffn_dim_multiplier", 1.0) * (2 * width // 3))
-        part = given.size("block_multiple_of", 256)
+    blocks = range(hf_config.size("num_hidden_layers"))
+    attending = hf_config.get("full_attn_idxs", [*blocks])
+    kinds = hf_config.get("layer_types", [FULL if i in attending else CONV for i in blocks])
+    width = hf_config.size("block_ff_dim", hf_config.get("intermediate_size"))
+    if hf_config.flag("block_auto_adjust_ff_dim", True):
+        width = int(hf_config.real("block_ffn_dim_multiplier", 1.0) * (2 * width // 3))
+        part = hf_config.size("block_multiple_of", 256)
         width = -(-width // part) * part
-    return tied(given).but(layer_types=kinds, intermediate_size=width)
+    return tied(hf_config).but(layer_types=kinds, intermediate_size=width)
 
 
-def tied(given: Given) -> Given:
-    return given.but(
-        rms_norm_eps=given.real("norm_eps", 1e-5),
-        tie_word_embeddings=given.flag("tie_embedding", given.flag("tie_word_embeddings", True)),
+def tied(hf_config: Given) -> Given:
+    return hf_config.but(
+        rms_norm_eps=hf_config.real("norm_eps", 1e-5),
+        tie_word_embeddings=hf_config.flag(
+            "tie_embedding", hf_config.flag("tie_word_embeddings", True)
+        ),
     )
 
 
-def mixing(given: Given) -> dict[str, Any]:
+def mixing(hf_config: Given) -> dict[str, Any]:
     """Which blocks attend, and the width of the convolutions of the others."""
-    kinds = given.kinds(given.size("num_hidden_layers"), FULL, CONV, every=True)
-    given.one_of("conv_bias", False, False)
+    kinds = hf_config.kinds(hf_config.size("num_hidden_layers"), FULL, CONV, every=True)
+    hf_config.one_of("conv_bias", False, False)
     attending = tuple(kind == FULL for kind in kinds)
-    return {"attending": attending, "conv_width": given.size("conv_L_cache", 3)}
+    return {"attending": attending, "conv_width": hf_config.size("conv_L_cache", 3)}
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     each = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
     return {
         "attention.head_count_kv": each,
         "vocab_size": sizes.vocab_size,
-        "shortconv.l_cache": given.size("conv_L_cache", 3),
+        "shortconv.l_cache": hf_config.size("conv_L_cache", 3),
     }
 
 

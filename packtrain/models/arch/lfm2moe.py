@@ -14,21 +14,21 @@ MATRICES = {
 ROUTER = {"feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b"}
 
 
-def others(given: Given) -> tuple[int, int]:
-    return 0, given.get("num_dense_layers", 2)
+def others(hf_config: Given) -> tuple[int, int]:
+    return 0, hf_config.get("num_dense_layers", 2)
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("norm_topk_prob", True, True)
-    given.one_of("routed_scaling_factor", 1.0, 1.0)
-    return lfm2.keys(given, sizes) | {
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("norm_topk_prob", True, True)
+    hf_config.one_of("routed_scaling_factor", 1.0, 1.0)
+    return lfm2.keys(hf_config, sizes) | {
         "leading_dense_block_count": sizes.leading_dense_block_count,
         "expert_gating_func": SIGMOID,
     }
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    return (CHOICE,) if given.flag("use_expert_bias", True) else ()
+def optional(hf_config: Given) -> tuple[str, ...]:
+    return (CHOICE,) if hf_config.flag("use_expert_bias", True) else ()
 
 
 EXPERTS = Experts(

@@ -6,7 +6,7 @@ from packtrain.models.arch.hf_config import Given
 from packtrain.models.arch.size_fields import Sizes
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     return {"vocab_size": sizes.vocab_size, "rope.dimension_count": sizes.head_width}
 
 

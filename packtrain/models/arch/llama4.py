@@ -26,24 +26,26 @@ STACKED = {
 WIDTH = "expert_width"  # not the config's own name of it
 
 
-def usual(given: Given) -> Given:
+def usual(hf_config: Given) -> Given:
     """The width of an expert is called that of a feed-forward there."""
-    wide = given.size("intermediate_size", 8192)
-    return given.but(intermediate_size=given.size("intermediate_size_mlp", 16384), **{WIDTH: wide})
+    expert_width = hf_config.size("intermediate_size", 8192)
+    return hf_config.but(
+        intermediate_size=hf_config.size("intermediate_size_mlp", 16384), **{WIDTH: expert_width}
+    )
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    turned = [int((i + 1) % EVERY != 0) for i in range(sizes.block_count)]
-    types = [CHUNKED if turn else FULL for turn in turned]
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    uses_rope = [int((i + 1) % EVERY != 0) for i in range(sizes.block_count)]
+    types = [CHUNKED if turn else FULL for turn in uses_rope]
     step = sizes.interleave_moe_layer_step
     normed = sizes.expert_count != UNNORMED
-    for key, right, *same in (
-        ("no_rope_layer_interval", EVERY), ("no_rope_layers", turned, []),
+    for key, right, *alternatives in (
+        ("no_rope_layer_interval", EVERY), ("no_rope_layers", uses_rope, []),
         ("layer_types", types), ("attention_chunk_size", CHUNK), ("floor_scale", CHUNK),
         ("attn_scale", WARMTH), ("attn_temperature_tuning", True, EVERY), ("use_qk_norm", normed),
         ("attention_bias", False), ("moe_layers", list(range(step - 1, sizes.block_count, step))),
     ):  # fmt: skip
-        given.one_of(key, right, right, *same)
+        hf_config.one_of(key, right, right, *alternatives)
     return {"vocab_size": sizes.vocab_size, "rope.dimension_count": sizes.head_width, STEP: step}
 
 

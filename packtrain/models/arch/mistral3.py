@@ -11,11 +11,11 @@ RENAMED = {
 }
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    found, metadata_keys = given.full_rotation(), llama.keys(given, sizes)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    rotation, metadata_keys = hf_config.full_rotation(), llama.keys(hf_config, sizes)
     for name, key in RENAMED.items():
-        if found.get(name) is not None:
-            metadata_keys[key] = given.number(f"rope_parameters.{name}", found[name])
+        if rotation.get(name) is not None:
+            metadata_keys[key] = hf_config.number(f"rope_parameters.{name}", rotation[name])
     return metadata_keys
 
 

@@ -8,18 +8,22 @@ from packtrain.models.arch.size_fields import Sizes
 MODULES = arch.ATTENTION | arch.FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    none: Keys = {"rope.scaling.type": "none"} if given.scaling() == "default" else {}
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    none: Keys = {"rope.scaling.type": "none"} if hf_config.scaling() == "default" else {}
     return none | {
         "vocab_size": sizes.vocab_size,
-        "rope.dimension_count": given.turned(sizes.head_width, 0.5),
-        "attention.layer_norm_rms_epsilon": given.real("norm_eps", 1e-5),  # not read
+        "rope.dimension_count": hf_config.turned(sizes.head_width, 0.5),
+        "attention.layer_norm_rms_epsilon": hf_config.real("norm_eps", 1e-5),  # not read
     }
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    attention = (*BIASES, UNGATED_BIASES[0]) if given.flag("attention_bias") else ()
-    return (*arch.NORM_BIASES, *attention, *(UNGATED_BIASES[1:] if given.flag("mlp_bias") else ()))
+def optional(hf_config: Given) -> tuple[str, ...]:
+    attention = (*BIASES, UNGATED_BIASES[0]) if hf_config.flag("attention_bias") else ()
+    return (
+        *arch.NORM_BIASES,
+        *attention,
+        *(UNGATED_BIASES[1:] if hf_config.flag("mlp_bias") else ()),
+    )
 
 
 ARCHITECTURE = Architecture(

@@ -16,21 +16,21 @@ NORMS_BEHIND = {
 MODULES = MATRICES | HEAD_NORMS | FEED_FORWARD | NORMS_BEHIND
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("clip_qkv", None, None)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("clip_qkv", None, None)
     return {}
 
 
-def windows(given: Given, sizes: Sizes) -> Keys:
+def windows(hf_config: Given, sizes: Sizes) -> Keys:
     every = [(i + 1) % 4 != 0 for i in range(sizes.block_count)]
-    base = given.base(BASE)
-    if given.near_base(BASE) != base:
-        raise given.wrong("rope_theta", base, f"{BASE} in all layers, those with a window, too")
+    base = hf_config.base(BASE)
+    if hf_config.near_base(BASE) != base:
+        raise hf_config.wrong("rope_theta", base, f"{BASE} in all layers, those with a window, too")
     return {
-        **keys(given, sizes),
-        "attention.sliding_window": given.size("sliding_window"),
+        **keys(hf_config, sizes),
+        "attention.sliding_window": hf_config.size("sliding_window"),
         "rope.freq_base_swa": base,
-        "attention.sliding_window_pattern": given.windows(sizes.block_count) or every,
+        "attention.sliding_window_pattern": hf_config.windows(sizes.block_count) or every,
     }
 
 

@@ -9,9 +9,9 @@ from packtrain.models.arch.hf_config import Given
 from packtrain.models.arch.size_fields import Sizes
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("norm_topk_prob", False, False)
-    given.one_of("clip_qkv", None, None)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("norm_topk_prob", False, False)
+    hf_config.one_of("clip_qkv", None, None)
     return {}
 
 

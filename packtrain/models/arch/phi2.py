@@ -12,12 +12,12 @@ MODULES = {module: part for module, part in arch.ATTENTION.items() if part != "a
 MODULES |= {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("qk_layernorm", False, False)
-    return {"rope.dimension_count": given.turned(sizes.head_width, 0.5)}
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("qk_layernorm", False, False)
+    return {"rope.dimension_count": hf_config.turned(sizes.head_width, 0.5)}
 
 
-def optional(given: Given) -> tuple[str, ...]:
+def optional(hf_config: Given) -> tuple[str, ...]:
     return (*arch.BIASES, *arch.UNGATED_BIASES, *NORM_BIASES, "output.bias")
 
 

@@ -13,21 +13,23 @@ BLOCK = {
 }  # fmt: skip
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     context = sizes.context_length
-    usual = given.full_rotation().get(ORIGINAL, context)  # longrope's is behind that of the class
-    original = given.size(ORIGINAL, None if given.scaling() == "longrope" else usual)
+    default = hf_config.full_rotation().get(
+        ORIGINAL, context
+    )  # longrope's is behind that of the class
+    original = hf_config.size(ORIGINAL, None if hf_config.scaling() == "longrope" else default)
     keys: Keys = {
-        "rope.dimension_count": given.turned(sizes.head_width),
+        "rope.dimension_count": hf_config.turned(sizes.head_width),
         "rope.scaling.original_context_length": original,
-        "attention.sliding_window": given.values.get("sliding_window") or 0,
+        "attention.sliding_window": hf_config.values.get("sliding_window") or 0,
     }
-    if given.scaling() == "longrope":
-        found = given.full_rotation()
-        scale = given.number("factor", found.get("factor") or context / original)
+    if hf_config.scaling() == "longrope":
+        rotation = hf_config.full_rotation()
+        scale = hf_config.number("factor", rotation.get("factor") or context / original)
         attention = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-        longer = found.get("attention_factor") or attention
-        keys["rope.scaling.attn_factor"] = given.number("attention_factor", longer)
+        longer = rotation.get("attention_factor") or attention
+        keys["rope.scaling.attn_factor"] = hf_config.number("attention_factor", longer)
     return keys
 
 

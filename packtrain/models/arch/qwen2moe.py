@@ -17,16 +17,16 @@ SHARED = {
 BLOCK = arch.ATTENTION | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED
 
 
-def others(given: Given) -> tuple[int, int]:
-    return given.size("shared_expert_intermediate_size", 5632), 0
+def others(hf_config: Given) -> tuple[int, int]:
+    return hf_config.size("shared_expert_intermediate_size", 5632), 0
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     """llama.cpp supports only experts in all blocks, with weights that do not add up to 1."""
-    given.one_of("norm_topk_prob", False, False)
-    given.one_of("decoder_sparse_step", 1, 1)
-    given.one_of("mlp_only_layers", [], [])
-    given.one_of("qkv_bias", True, True)
+    hf_config.one_of("norm_topk_prob", False, False)
+    hf_config.one_of("decoder_sparse_step", 1, 1)
+    hf_config.one_of("mlp_only_layers", [], [])
+    hf_config.one_of("qkv_bias", True, True)
     return {"expert_shared_feed_forward_length": sizes.expert_shared_feed_forward_length}
 
 

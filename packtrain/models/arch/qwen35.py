@@ -20,13 +20,13 @@ def spans(sizes: Sizes) -> dict[str, Spans]:
     width, heads, groups = sizes.scan[1:4]
     places = [g * (heads // groups) + n for n in range(heads // groups) for g in range(groups)]
     each: Spans = tuple((at, at + 1) for at in places)
-    wide: Spans = tuple((at * width, (at + 1) * width) for at in places)
+    head_spans: Spans = tuple((at * width, (at + 1) * width) for at in places)
     both = 2 * groups * width
-    behind: Spans = ((0, both), *((both + at, both + end) for at, end in wide))
+    qkv_spans: Spans = ((0, both), *((both + at, both + end) for at, end in head_spans))
     return {
-        "attn_qkv": behind,
-        "ssm_conv1d": behind,
-        "attn_gate": wide,
+        "attn_qkv": qkv_spans,
+        "ssm_conv1d": qkv_spans,
+        "attn_gate": head_spans,
         **dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a"), each),
     }
 
@@ -35,12 +35,16 @@ def columns(sizes: Sizes) -> dict[str, Spans]:
     return {"ssm_out": spans(sizes)["attn_gate"]}
 
 
-def text_keys(given: Given, sizes: Sizes) -> Keys:
+def text_keys(hf_config: Given, sizes: Sizes) -> Keys:
     """Text has one position in time, height and width, for which rope has sections."""
-    found = given.full_rotation().get("mrope_section", [11, 11, 10])
-    if not isinstance(found, list) or {*map(type, found)} != {int} or len(found) not in (3, 4):
-        raise given.wrong("mrope_section", found, "three numbers")
-    return {**keys(given, sizes), SECTIONS: [*found, 0][:4]}
+    sections = hf_config.full_rotation().get("mrope_section", [11, 11, 10])
+    if (
+        not isinstance(sections, list)
+        or {*map(type, sections)} != {int}
+        or len(sections) not in (3, 4)
+    ):
+        raise hf_config.wrong("mrope_section", sections, "three numbers")
+    return {**keys(hf_config, sizes), SECTIONS: [*sections, 0][:4]}
 
 
 ARCHITECTURE = Architecture(

@@ -17,13 +17,15 @@ EXPERT_ENDS = {
 }
 
 
-def sized(given: Given) -> Given:
+def sized(hf_config: Given) -> Given:
     """All feed-forwards are those of experts."""
-    return usual(given.but(intermediate_size=given.size("intermediate_size", given.size(*WIDTH))))
+    return usual(
+        hf_config.but(intermediate_size=hf_config.size("intermediate_size", hf_config.size(*WIDTH)))
+    )
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    return {**text_keys(given, sizes), SHARED_WIDTH: sizes.expert_shared_feed_forward_length}
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    return {**text_keys(hf_config, sizes), SHARED_WIDTH: sizes.expert_shared_feed_forward_length}
 
 
 ARCHITECTURE = replace(

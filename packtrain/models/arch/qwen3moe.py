@@ -6,11 +6,11 @@ from packtrain.models.arch.hf_config import Given
 from packtrain.models.arch.size_fields import Sizes
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     """llama.cpp supports only experts in all blocks, with weights that add up to 1."""
-    given.one_of("norm_topk_prob", False, True)
-    given.one_of("decoder_sparse_step", 1, 1)
-    given.one_of("mlp_only_layers", [], [])
+    hf_config.one_of("norm_topk_prob", False, True)
+    hf_config.one_of("decoder_sparse_step", 1, 1)
+    hf_config.one_of("mlp_only_layers", [], [])
     return {}
 
 

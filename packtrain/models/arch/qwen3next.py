@@ -29,8 +29,8 @@ DELTA_KEYS = {
 EXPERT_KEYS = {**arch.ONLY_EXPERTS, "expert_shared_feed_forward_length": 0}
 
 
-def others(given: Given) -> tuple[int, int]:
-    return given.size("shared_expert_intermediate_size", 512), 0
+def others(hf_config: Given) -> tuple[int, int]:
+    return hf_config.size("shared_expert_intermediate_size", 512), 0
 
 
 EXPERTS = Experts(
@@ -38,24 +38,30 @@ EXPERTS = Experts(
 )  # fmt: skip
 
 
-def usual(given: Given) -> Given:
+def usual(hf_config: Given) -> Given:
     """Older configs say which blocks attend by an interval."""
-    blocks, every = given.size("num_hidden_layers"), given.size("full_attention_interval", 4)
+    blocks, every = (
+        hf_config.size("num_hidden_layers"),
+        hf_config.size("full_attention_interval", 4),
+    )
     kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(blocks)]
-    return given.but(layer_types=given.get("layer_types", kinds))
+    return hf_config.but(layer_types=hf_config.get("layer_types", kinds))
 
 
-def mixing(given: Given) -> dict[str, Any]:
+def mixing(hf_config: Given) -> dict[str, Any]:
     """Which blocks attend, and the sizes of the delta nets of the others."""
-    kinds = given.kinds(given.size("num_hidden_layers"), FULL, LINEAR, every=True)
-    groups, heads = given.size("linear_num_key_heads", 16), given.size("linear_num_value_heads", 32)
-    width = given.size("linear_key_head_dim", 128)
-    given.one_of("linear_value_head_dim", 128, width)
+    kinds = hf_config.kinds(hf_config.size("num_hidden_layers"), FULL, LINEAR, every=True)
+    groups, heads = (
+        hf_config.size("linear_num_key_heads", 16),
+        hf_config.size("linear_num_value_heads", 32),
+    )
+    width = hf_config.size("linear_key_head_dim", 128)
+    hf_config.one_of("linear_value_head_dim", 128, width)
     if heads % groups:
-        raise given.wrong(
+        raise hf_config.wrong(
             "linear_num_value_heads", heads, f"a multiple of linear_num_key_heads {groups}"
         )
-    taps = given.size("linear_conv_kernel_dim", 4)
+    taps = hf_config.size("linear_conv_kernel_dim", 4)
     attending = tuple(kind == FULL for kind in kinds)
     return {"attending": attending, "scan": Scan(heads * width, width, heads, groups, taps)}
 
@@ -64,30 +70,37 @@ def spans(sizes: Sizes) -> dict[str, Spans]:
     """Of each group together there are queries, keys, values and gates."""
     assert sizes.scan is not None
     inner, width, _, groups, _ = sizes.scan
-    own = inner // groups
-    each = 2 * (width + own)
-    ends = (0, width), (width, 2 * width), (2 * width, 2 * width + own), (each - own, each)
-    q, k, v, z = (tuple((g * each + at, g * each + end) for g in range(groups)) for at, end in ends)
+    value_rows = inner // groups
+    each = 2 * (width + value_rows)
+    group_spans = (
+        (0, width),
+        (width, 2 * width),
+        (2 * width, 2 * width + value_rows),
+        (each - value_rows, each),
+    )
+    q, k, v, z = (
+        tuple((g * each + at, g * each + end) for g in range(groups)) for at, end in group_spans
+    )
     return {"attn_qkv": q + k + v, "attn_gate": z}
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("attention_bias", False, False)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("attention_bias", False, False)
     return {
         **scan_keys(sizes),
         "attention.recurrent_layers": [not attends for attends in sizes.attending],
-        "full_attention_interval": given.size("full_attention_interval", 4),
-        "rope.dimension_count": given.turned(sizes.head_width, 0.25),
+        "full_attention_interval": hf_config.size("full_attention_interval", 4),
+        "rope.dimension_count": hf_config.turned(sizes.head_width, 0.25),
     }
 
 
-def expert_keys(given: Given, sizes: Sizes) -> Keys:
+def expert_keys(hf_config: Given, sizes: Sizes) -> Keys:
     """llama.cpp supports only experts in all blocks, with weights that add up to 1."""
-    given.one_of("norm_topk_prob", True, True)
-    given.one_of("decoder_sparse_step", 1, 1)
-    given.one_of("mlp_only_layers", [], [])
+    hf_config.one_of("norm_topk_prob", True, True)
+    hf_config.one_of("decoder_sparse_step", 1, 1)
+    hf_config.one_of("mlp_only_layers", [], [])
     shared = sizes.expert_shared_feed_forward_length
-    return {**keys(given, sizes), "expert_shared_feed_forward_length": shared}
+    return {**keys(hf_config, sizes), "expert_shared_feed_forward_length": shared}
 
 
 ARCHITECTURE = Architecture(

@@ -8,10 +8,10 @@ from packtrain.models.arch.size_fields import Sizes
 NORM = "post_attention_norm"
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("attention_bias", True, True)
-    given.one_of("attention_out_bias", False, False)
-    given.one_of("mlp_bias", False, False)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    hf_config.one_of("attention_bias", True, True)
+    hf_config.one_of("attention_out_bias", False, False)
+    hf_config.one_of("mlp_bias", False, False)
     return {}
 
 

@@ -8,11 +8,11 @@ from packtrain.models.arch.size_fields import Sizes
 PAUSE = 4
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    turned = [int((i + 1) % PAUSE != 0) for i in range(sizes.block_count)]
-    given.one_of("no_rope_layer_interval", PAUSE, PAUSE)
-    given.one_of("no_rope_layers", turned, turned)
-    return llama.keys(given, sizes)
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
+    uses_rope = [int((i + 1) % PAUSE != 0) for i in range(sizes.block_count)]
+    hf_config.one_of("no_rope_layer_interval", PAUSE, PAUSE)
+    hf_config.one_of("no_rope_layers", uses_rope, uses_rope)
+    return llama.keys(hf_config, sizes)
 
 
 ARCHITECTURE = Architecture(

@@ -14,23 +14,23 @@ OF_HEADS = {
 }  # fmt: skip
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
+def keys(hf_config: Given, sizes: Sizes) -> Keys:
     return {
-        "rope.dimension_count": given.turned(sizes.head_width, 0.25),
-        "use_parallel_residual": given.flag("use_parallel_residual"),
+        "rope.dimension_count": hf_config.turned(sizes.head_width, 0.25),
+        "use_parallel_residual": hf_config.flag("use_parallel_residual"),
     }
 
 
-def usual(given: Given) -> Given:
-    return given.renamed({PARTIAL: ("rope_pct",)})
+def usual(hf_config: Given) -> Given:
+    return hf_config.renamed({PARTIAL: ("rope_pct",)})
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    parallel = given.flag("use_parallel_residual")
-    found = [name for name in NORM_BIASES if name != "ffn_norm.bias" or not parallel]
-    found += [] if parallel else ["ffn_norm.weight"]
-    found += BIASES if given.flag("use_qkv_bias") else ()
-    return (*found, *(HEADS if given.flag("qk_layernorm") else ()))
+def optional(hf_config: Given) -> tuple[str, ...]:
+    parallel = hf_config.flag("use_parallel_residual")
+    names = [name for name in NORM_BIASES if name != "ffn_norm.bias" or not parallel]
+    names += [] if parallel else ["ffn_norm.weight"]
+    names += BIASES if hf_config.flag("use_qkv_bias") else ()
+    return (*names, *(HEADS if hf_config.flag("qk_layernorm") else ()))
 
 
 ARCHITECTURE = Architecture(

@@ -7,11 +7,11 @@ from packtrain.models.arch.hf_config import Given
 MODULES = ATTENTION | arch.FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 
 
-def optional(given: Given) -> tuple[str, ...]:
-    given.one_of("norm_type", "layer_norm", "layer_norm")
+def optional(hf_config: Given) -> tuple[str, ...]:
+    hf_config.one_of("norm_type", "layer_norm", "layer_norm")
     return (
         *NORM_BIASES,
-        *((*BIASES, *arch.UNGATED_BIASES) if given.flag("use_bias", True) else ()),
+        *((*BIASES, *arch.UNGATED_BIASES) if hf_config.flag("use_bias", True) else ()),
     )
 
 

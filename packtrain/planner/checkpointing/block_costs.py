@@ -74,9 +74,9 @@ class BlockCosts:
 
     def afresh(self) -> "BlockCosts":
         """The same, as if nothing had been measured on longer chains."""
-        one = copy(self)
-        one._known = {}
-        return one
+        clone = copy(self)
+        clone._known = {}
+        return clone
 
     # ---- the middle block
 
@@ -119,21 +119,28 @@ class BlockCosts:
     @cached_property
     def ways(self) -> list[Inner]:
         """The ways on the Pareto front of bytes kept and seconds added, in all their forms."""
-        return [way for kept in self._middle.front for way in self._forms(kept.places)]
+        return [strategy for point in self._middle.front for strategy in self._forms(point.places)]
 
     def _forms(self, keep: tuple[int, ...]) -> list[Inner]:
         """If a cut of the block is not kept, another form recomputes it first, and then each side; and all these with
         what is kept away."""
-        plain = tuple((place, 0) for place in keep)
-        near = [plain, *((*plain, (cut, 1)) for cut in self._middle.cuts if cut not in keep)]
-        return [*near, *map(recompute_choice.put_away, near)] if self.offload else near
+        base = tuple((place, 0) for place in keep)
+        resident_forms = [
+            base,
+            *((*base, (cut, 1)) for cut in self._middle.cuts if cut not in keep),
+        ]
+        return (
+            [*resident_forms, *map(recompute_choice.put_away, resident_forms)]
+            if self.offload
+            else resident_forms
+        )
 
-    def saved(self, way: Inner) -> int:
+    def saved(self, strategy: Inner) -> int:
         """Bytes of the space that a way keeps, in addition to the block's input."""
-        return -self.stream_nbytes if is_away(way) else self._nbytes(way)
+        return -self.stream_nbytes if is_away(strategy) else self._nbytes(strategy)
 
-    def _nbytes(self, way: Inner) -> int:
-        return self.parts * sum(self.value_nbytes[at] for at in _kept(way))
+    def _nbytes(self, strategy: Inner) -> int:
+        return self.parts * sum(self.value_nbytes[at] for at in _kept(strategy))
 
     @property
     def saved_all(self) -> int:
@@ -144,9 +151,13 @@ class BlockCosts:
     def _read_nbytes(self) -> int:
         return sum(self.value_nbytes[at] for at in self.read)
 
-    def crossing(self, way: Inner) -> float:
+    def crossing(self, strategy: Inner) -> float:
         """Seconds for what a way keeps away, there and back."""
-        return self._there_and_back(self.stream_nbytes + self._nbytes(way)) if is_away(way) else 0.0
+        return (
+            self._there_and_back(self.stream_nbytes + self._nbytes(strategy))
+            if is_away(strategy)
+            else 0.0
+        )
 
     def _there_and_back(self, nbytes: float) -> float:
         names = [b.name for b in self.target.every if b.space == self.space]
@@ -155,40 +166,42 @@ class BlockCosts:
     @property
     def options(self) -> list[Option]:
         """All ways, measured or with lower bounds."""
-        return [self._known.get(way) or self._bounds[way] for way in self.ways]
+        return [self._known.get(strategy) or self._bounds[strategy] for strategy in self.ways]
 
     @property
     def bare(self) -> list[Option]:
         """The ways that keep nothing, measured."""
         self.measure(self._forms(()))
-        return [self._known[way] for way in self._forms(())]
+        return [self._known[strategy] for strategy in self._forms(())]
 
     def least_again(self, nbytes: float) -> float:
         """Least seconds of recomputation for keeping `nbytes` less than everything."""
-        whole = self._read_nbytes
-        if nbytes > whole * self.parts:
+        total_nbytes = self._read_nbytes
+        if nbytes > total_nbytes * self.parts:
             return np.inf
         points = self._middle.front
         if self.offload:
-            moved = ((self.stream_nbytes / self.parts + one.saved, one) for one in points)
+            moved = ((self.stream_nbytes / self.parts + point.saved, point) for point in points)
             points = [
                 *points,
-                *(Kept(0, one.again + self._there_and_back(n), ()) for n, one in moved),
+                *(Kept(0, point.again + self._there_and_back(n), ()) for n, point in moved),
             ]
-        return self.parts * least_again(points, whole - nbytes / self.parts)
+        return self.parts * least_again(points, total_nbytes - nbytes / self.parts)
 
     # ---- lower bounds
 
     @cached_property
     def _bounds(self) -> dict[Inner, Option]:
         """Lower bounds: as if recomputed values were alive only while they are read."""
-        inside, bounds = self._middle, dict[Inner, Option]()
-        for kept in inside.front:
-            seconds, calls = self.parts * kept.again, self.parts * inside.again(kept.places)
-            nbytes = self._needed + inside.kept[list(kept.places)].sum(axis=0)
-            for way in self._forms(kept.places):
-                took = seconds + self.crossing(way)
-                bounds[way] = Option(way, self.saved(way), took, calls, int(nbytes.max()))
+        middle_block, bounds = self._middle, dict[Inner, Option]()
+        for point in middle_block.front:
+            seconds, calls = self.parts * point.again, self.parts * middle_block.again(point.places)
+            nbytes = self._needed + middle_block.kept[list(point.places)].sum(axis=0)
+            for strategy in self._forms(point.places):
+                total_seconds = seconds + self.crossing(strategy)
+                bounds[strategy] = Option(
+                    strategy, self.saved(strategy), total_seconds, calls, int(nbytes.max())
+                )
         return bounds
 
     @property
@@ -204,40 +217,44 @@ class BlockCosts:
 
     # ---- measurements
 
-    def measure(self, ways: Iterable[Inner]) -> bool:
+    def measure(self, strategies: Iterable[Inner]) -> bool:
         """Measure unknown ways, in all their forms, together in one chain; returns whether there were any."""
-        wanted = {_kept(way) for way in ways if way not in self._known}
-        asked = [way for way in self.ways if way not in self._known and _kept(way) in wanted]
-        for at in range(0, len(asked), self.together):
-            self._measure(asked[at : at + self.together])
-        return bool(asked)
+        kept_places = {_kept(strategy) for strategy in strategies if strategy not in self._known}
+        unmeasured = [
+            strategy
+            for strategy in self.ways
+            if strategy not in self._known and _kept(strategy) in kept_places
+        ]
+        for at in range(0, len(unmeasured), self.together):
+            self._measure(unmeasured[at : at + self.together])
+        return bool(unmeasured)
 
-    def _measure(self, ways: Sequence[Inner]) -> None:
+    def _measure(self, strategies: Sequence[Inner]) -> None:
         """Bytes exclude what earlier blocks keep and what later ones leave, or keep.
 
         Where all of them go back twice, the gradient behind the last one stays, too, but not the output of that one.
         """
-        inner = (ways[0], *ways, ways[-1])
+        inner = (strategies[0], *strategies, strategies[-1])
         built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
         placed = place(built.graph, self.target)
         curve, spans = Alive(placed, self.space), backward_steps(placed, built, self.parts)
         saved = list(map(self.saved, inner))
-        whole = sum(saved) + (len(inner) + 1) * self.stream_nbytes
-        for i, way in enumerate(inner):
+        total_nbytes = sum(saved) + (len(inner) + 1) * self.stream_nbytes
+        for i, strategy in enumerate(inner):
             before = sum(saved[: i + 1]) + (i + 1) * self.stream_nbytes
-            others = (whole if self.twice else before) - saved[i]
+            other_nbytes = (total_nbytes if self.twice else before) - saved[i]
             if not 0 < i < len(inner) - 1:
                 continue
             first, last = spans[i]
-            again = [s.call for s in placed.steps[first : last + 1] if s.recomputes]
+            recomputed = [s.call for s in placed.steps[first : last + 1] if s.recomputes]
             later = self.head_reserve + (len(inner) - 1 - i) * self.reserve
-            work = max(curve.most(first, last) - others - later, 0)
-            seconds = sum(map(self.seconds, again)) + self.crossing(way)
-            self._known[way] = Option(way, saved[i], seconds, len(again), work)
+            work = max(curve.most(first, last) - other_nbytes - later, 0)
+            seconds = sum(map(self.seconds, recomputed)) + self.crossing(strategy)
+            self._known[strategy] = Option(strategy, saved[i], seconds, len(recomputed), work)
 
 
-def _kept(way: Inner) -> tuple[int, ...]:
-    return tuple(at for at, rank in way if rank <= 0 and at != INPUT)
+def _kept(strategy: Inner) -> tuple[int, ...]:
+    return tuple(at for at, rank in strategy if rank <= 0 and at != INPUT)
 
 
 class Alive:

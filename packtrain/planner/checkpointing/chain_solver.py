@@ -92,24 +92,24 @@ class Chain:
         self.build, self.count, self.like = build, count, like
         self.heads, self.head = heads, head
         together = max(min(count - 2, together), FEW)
-        how = together, target, space, offload
-        self.block = BlockCosts(build, rates, reserved, *how)
-        self.again = BlockCosts(again or build, rates, (0, reserved[1]), *how, twice=True)
+        options = together, target, space, offload
+        self.block = BlockCosts(build, rates, reserved, *options)
+        self.again = BlockCosts(again or build, rates, (0, reserved[1]), *options, twice=True)
         if like is not None:
             self.block, self.again = like.block, like.again
         self.found: dict[Choice | None, Found] = {}
 
     def afresh(self, like: "Chain | None" = None) -> "Chain":
         """The same, as if only short chains had been measured; `like` is that of the chain that it is like."""
-        one = copy(self)
-        one.__dict__.pop("smallest", None)
-        one.found = {}
-        one.like = like
+        clone = copy(self)
+        clone.__dict__.pop("smallest", None)
+        clone.found = {}
+        clone.like = like
         if like is not None:
-            one.block, one.again = like.block, like.again
+            clone.block, clone.again = like.block, like.again
         else:
-            one.block, one.again = self.block.afresh(), self.again.afresh()
-        return one
+            clone.block, clone.again = self.block.afresh(), self.again.afresh()
+        return clone
 
     @property
     def head_work(self) -> int:
@@ -122,16 +122,16 @@ class Chain:
         built = self.build(HEADED, uniform(HEADED, ()))
         placed = place(built.graph, self.target)
         first, _ = backward_steps(placed, built, self.block.parts)[HEADED - 1]
-        passed = (HEADED + 1) * self.block.stream_nbytes
+        stream_nbytes = (HEADED + 1) * self.block.stream_nbytes
         return {
-            head: Alive(headed(placed), self.space).most(0, first - 1) - passed
+            head: Alive(headed(placed), self.space).most(0, first - 1) - stream_nbytes
             for head, headed in self.heads.items()
         }
 
     def least_seconds(self, nbytes: int) -> float:
         """Least added seconds for `nbytes` less than keeping everything."""
-        wanted = nbytes / self.count - self.block.stream_nbytes if self.count else 0.0
-        return self.count * self.block.least_again(wanted) if wanted > 0 else 0.0
+        block_nbytes = nbytes / self.count - self.block.stream_nbytes if self.count else 0.0
+        return self.count * self.block.least_again(block_nbytes) if block_nbytes > 0 else 0.0
 
     # ---- choices
 
@@ -141,11 +141,11 @@ class Chain:
             graph = self.build(self.count, choice).graph
             placed = place(graph, self.target)
             arena, _ = lower_bound(*columns(storages(placed, self.space), ALIGNMENT))
-            again = [call for call in graph.calls if call.phase == "recomputed"]
+            recomputed = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
-            seconds = sum(map(self.block.seconds, again))
+            seconds = sum(map(self.block.seconds, recomputed))
             seconds += sum(cost_model.call_seconds(s, self.block.rates) for s in placed.put_away)
-            self.found[choice] = Found(choice, arena, nbytes, seconds, len(again))
+            self.found[choice] = Found(choice, arena, nbytes, seconds, len(recomputed))
         return self.found[choice]
 
     @property
@@ -177,8 +177,10 @@ class Chain:
             aim -= over if over > 0 else over // 2
         if solved is None and self._may_fit(nbytes, below):
             self._plan_around(self.smallest.choice, nbytes)
-        fitting = [found for found in self.found.values() if found.nbytes <= nbytes]
-        return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
+        fitting = [candidate for candidate in self.found.values() if candidate.nbytes <= nbytes]
+        return min(
+            fitting, key=lambda candidate: (candidate.seconds, candidate.nbytes), default=None
+        )
 
     def _too_large(self, choice: Choice, nbytes: int) -> bool:
         """Whether the choice has been planned, and takes more."""
@@ -186,8 +188,8 @@ class Chain:
 
     def _may_fit(self, nbytes: int, below: float) -> bool:
         """Whether the choice with the least bytes is worth building."""
-        most = nbytes * (1 + SLACK)
-        if self.floor(twice=self.twice) > most or self.smallest.nbytes > most:
+        max_nbytes = nbytes * (1 + SLACK)
+        if self.floor(twice=self.twice) > max_nbytes or self.smallest.nbytes > max_nbytes:
             return False
         return self.smallest.seconds < below
 
@@ -210,9 +212,9 @@ class Chain:
         """
         if self.plan(choice).nbytes > nbytes * (1 + CLOSE):
             return
-        for way in self.block.ways:
-            if 0 < self.block.saved(way) <= self.block.stream_nbytes:
-                self.plan(replace(choice, inner=(*choice.inner[:-1], way)))
+        for strategy in self.block.ways:
+            if 0 < self.block.saved(strategy) <= self.block.stream_nbytes:
+                self.plan(replace(choice, inner=(*choice.inner[:-1], strategy)))
 
     def _solved(self, solver: ChainSolver | TwiceSolver, nbytes: int) -> Solved | None:
         """The fastest choice by the solver that leaves bytes for its own calls."""
@@ -224,12 +226,12 @@ class Chain:
             aim -= over
         return solved
 
-    def _solver(self, nbytes: int, bare: bool = False) -> ChainSolver | TwiceSolver:
-        """A solver for the ways to run a block; `bare`: for those that keep nothing."""
+    def _solver(self, nbytes: int, keep_nothing: bool = False) -> ChainSolver | TwiceSolver:
+        """A solver for the ways to run a block; `keep_nothing`: for those that keep nothing."""
 
         def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
             return ChainSolver(
-                block, count, head_work, block.bare if bare else block.options, nbytes
+                block, count, head_work, block.bare if keep_nothing else block.options, nbytes
             )
 
         later = of(self.block, self.count - self.twice, self.head_work)
@@ -247,9 +249,11 @@ class Chain:
             return block.stream_nbytes + self.again.least_work
         at = max(twice + 1, 2)
         later = self.count - at
-        found = [block.least_work + later * block.reserve] if later >= 0 else []
-        found += [self.again.least_work + (self.count - twice) * block.reserve] if twice else []
-        return block.stream_nbytes + block.head_reserve + max(found)
+        candidates = [block.least_work + later * block.reserve] if later >= 0 else []
+        candidates += (
+            [self.again.least_work + (self.count - twice) * block.reserve] if twice else []
+        )
+        return block.stream_nbytes + block.head_reserve + max(candidates)
 
     @cached_property
     def smallest(self) -> "Smallest":
@@ -257,21 +261,21 @@ class Chain:
         block = self.block
         high = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
         high += block.head_reserve + 2 * max(option.work for option in block.bare)
-        coarse = self._solver(high, bare=True)
-        fine = self._solver(coarse.least + coarse.least // 20, bare=True)
-        found = []
+        coarse = self._solver(high, keep_nothing=True)
+        fine = self._solver(coarse.least + coarse.least // 20, keep_nothing=True)
+        candidates = []
         for aim in (fine.least, *np.geomspace(fine.nbytes, high, AIMS).astype(int).tolist()):
             solved = (fine if aim <= fine.nbytes else coarse).choice(aim)
             assert solved is not None
             nbytes = aim + self._calls_nbytes + self.call_nbytes * solved.calls
-            found.append(Smallest(nbytes, solved.seconds, solved.choice))
-        return min(found, key=lambda one: one.nbytes)
+            candidates.append(Smallest(nbytes, solved.seconds, solved.choice))
+        return min(candidates, key=lambda candidate: candidate.nbytes)
 
     def least(self) -> Found:
         """The choice with the least bytes, including calls."""
         self.plan(self.smallest.choice)
         self.plan(uniform(self.count, ()))
-        return min(self.found.values(), key=lambda found: (found.nbytes, found.seconds))
+        return min(self.found.values(), key=lambda candidate: (candidate.nbytes, candidate.seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,5 +290,5 @@ class Smallest:
 def spacing(chain: Chain) -> int:
     """a = sqrt(n v / u): of n blocks with u bytes inside and v between, every a-th is kept. Chen et al. 2016."""
     block = chain.block
-    inside = block.parts * sum(block.value_nbytes)
-    return max(round(math.sqrt(chain.count * block.stream_nbytes / inside)), 1)
+    block_nbytes = block.parts * sum(block.value_nbytes)
+    return max(round(math.sqrt(chain.count * block.stream_nbytes / block_nbytes)), 1)

@@ -77,33 +77,33 @@ class Middle:
 
     def again(self, places: Iterable[int]) -> int:
         """Number of calls that are recomputed if values at these places are kept."""
-        kept = {self.start, *(self.values[at] for at in places)}
-        return sum(call.counts for call in self._needed(self.read - kept, kept))
+        kept_values = {self.start, *(self.values[at] for at in places)}
+        return sum(call.counts for call in self._needed(self.read - kept_values, kept_values))
 
     def free(self, seconds: float) -> tuple[int, ...]:
         """Places of values to keep; the others, the cheapest by byte, take at most `seconds` to recompute."""
-        kept, nbytes = set(self.read), dict(zip(self.values, self.nbytes, strict=True))
-        price = {t: self._seconds({t}, kept - {t}) / nbytes[t] for t in self.values}
-        for t in sorted(kept, key=lambda t: (price[t], self.values.index(t))):
-            if self._seconds(self.read, kept - {t}) <= seconds:
-                kept.remove(t)
-        return tuple(place for place, t in enumerate(self.values) if t in kept)
+        kept_values, nbytes = set(self.read), dict(zip(self.values, self.nbytes, strict=True))
+        price = {t: self._seconds({t}, kept_values - {t}) / nbytes[t] for t in self.values}
+        for t in sorted(kept_values, key=lambda t: (price[t], self.values.index(t))):
+            if self._seconds(self.read, kept_values - {t}) <= seconds:
+                kept_values.remove(t)
+        return tuple(place for place, t in enumerate(self.values) if t in kept_values)
 
-    def _seconds(self, wanted: set[int], kept: set[int]) -> float:
-        """Seconds to compute `wanted` from kept values."""
-        again = self._needed(wanted - kept, {self.start, *kept})
-        return sum(call.seconds for call in again)
+    def _seconds(self, targets: set[int], kept_values: set[int]) -> float:
+        """Seconds to compute `targets` from kept values."""
+        calls = self._needed(targets - kept_values, {self.start, *kept_values})
+        return sum(call.seconds for call in calls)
 
     @cached_property
     def _by_result(self) -> dict[int, Made]:
         return {t: call for call in self.calls for t in call.results}
 
-    def _needed(self, wanted: Iterable[int], kept: Collection[int]) -> set[Made]:
-        """The calls that compute `wanted` from `kept`."""
-        calls, stack = set[Made](), list(wanted)
+    def _needed(self, targets: Iterable[int], kept_values: Collection[int]) -> set[Made]:
+        """The calls that compute `targets` from `kept_values`."""
+        calls, stack = set[Made](), list(targets)
         while stack:
             t = stack.pop()
-            call = None if t in kept else self._by_result.get(t)
+            call = None if t in kept_values else self._by_result.get(t)
             if call is not None and call not in calls:
                 calls.add(call)
                 stack.extend(call.reads)
@@ -126,13 +126,13 @@ def middle(built: Built, placed: Placed, space: str, price: Callable[[Call], flo
         return Made(tuple(results), tuple(reads), price(call), counts)
 
     backward = (call for call in built.graph.calls if call.phase == "backward")
-    inside = {t for call in calls for t in call.results} - {end}
-    read = {numbers[t.base] for call in backward for t in call.reads if t.base in inside}
-    needed, kept = _alive(built, placed, parts, split, space)
+    inner_tensors = {t for call in calls for t in call.results} - {end}
+    read = {numbers[t.base] for call in backward for t in call.reads if t.base in inner_tensors}
+    needed, kept_nbytes = _alive(built, placed, parts, split, space)
     return Middle(
         parts, aligned(start.spec), [made(call) for call in calls], numbers[start],
         numbers[end], [numbers[t] for t in values], [aligned(t.spec) for t in values], read,
-        needed, kept,
+        needed, kept_nbytes,
     )  # fmt: skip
 
 
@@ -143,23 +143,25 @@ def _alive(
     first, last = backward_steps(placed, built, parts)[1]
     steps, stored = placed.steps[first : last + 1], storages(placed, space)
     blocks = [inner_values(calls) for calls in split[2 * parts : 3 * parts]]
-    own = {t: at for values in blocks for at, t in enumerate(values)}
-    inside = {t for calls in split[parts:] for call in calls for t in call.results}
-    inside.update(built.stream)
-    begun = {t: i for i, step in enumerate(placed.steps) for t in step.results}
+    place_of = {t: at for values in blocks for at, t in enumerate(values)}
+    block_tensors = {t for calls in split[parts:] for call in calls for t in call.results}
+    block_tensors.update(built.stream)
+    written_at = {t: i for i, step in enumerate(placed.steps) for t in step.results}
     touched = [{t.base for t in (*step.reads, *step.results)} for step in steps]
-    always, kept = np.zeros(len(steps), int), np.zeros((len(blocks[0]), len(steps)), int)
+    always, kept_nbytes = np.zeros(len(steps), int), np.zeros((len(blocks[0]), len(steps)), int)
     for storage, start, end, nbytes in zip(stored, *columns(stored, ALIGNMENT), strict=True):
-        values = [t for t in storage.tensors if t in inside]
-        others = (begun[t] for t in storage.tensors if t not in inside and t in begun)
-        taken = min(others, default=end) if values else start
-        always[max(taken - first, 0) : max(end - first, 0)] += nbytes
-        at = own.get(values[-1]) if values else None
+        values = [t for t in storage.tensors if t in block_tensors]
+        other_starts = (
+            written_at[t] for t in storage.tensors if t not in block_tensors and t in written_at
+        )
+        values_end = min(other_starts, default=end) if values else start
+        always[max(values_end - first, 0) : max(end - first, 0)] += nbytes
+        at = place_of.get(values[-1]) if values else None
         if at is None:
             continue
-        for i in range(max(start - first, 0), min(taken - first, len(steps))):
-            (kept[at] if touched[i].isdisjoint(values) else always)[i] += nbytes
-    return always, kept
+        for i in range(max(start - first, 0), min(values_end - first, len(steps))):
+            (kept_nbytes[at] if touched[i].isdisjoint(values) else always)[i] += nbytes
+    return always, kept_nbytes
 
 
 def costs_nothing(call: Call) -> bool:
@@ -174,10 +176,10 @@ def backward_steps(placed: Placed, built: Built, parts: int) -> dict[int, tuple[
     trained.
     """
     serials = [step.call.serial for step in placed.steps]
-    ends = list[list[int]]()
+    end_steps = list[list[int]]()
     for at in range(0, len(built.stream), parts):
-        found = (built.gradients.get(t) for t in built.stream[at : at + parts])
-        writers = (d.call.serial for d in found if d is not None and d.call is not None)
-        ends.append(sorted(bisect_left(serials, serial) for serial in writers))
-    pairs = enumerate(pairwise(ends))
+        gradients = (built.gradients.get(t) for t in built.stream[at : at + parts])
+        writers = (d.call.serial for d in gradients if d is not None and d.call is not None)
+        end_steps.append(sorted(bisect_left(serials, serial) for serial in writers))
+    pairs = enumerate(pairwise(end_steps))
     return {i: (end[-1], beginning[-1]) for i, (beginning, end) in pairs if beginning and end}

@@ -31,78 +31,83 @@ def front(
     values: Sequence[int],
     nbytes: Sequence[int],
     start: int,
-    wanted: Collection[int],
+    read_values: Collection[int],
     cuts: Collection[int],
 ) -> list[Kept]:
     """Sets of values of a block on the Pareto front of sets with the same cuts.
 
     calls   of the block, from `start` on
     values  that could be kept, by place, and the bytes of each
-    wanted  values that the backward pass reads
+    read_values  values that the backward pass reads
     cuts    places of values on every path through the block: keeping one makes the working set smaller, which
             neither bytes nor seconds show
     """
-    places = [i for i, t in enumerate(values) if t in wanted]
+    places = [i for i, t in enumerate(values) if t in read_values]
     places = sorted(sorted(places, key=lambda i: -nbytes[i])[:PLACES])
     sets = np.arange(1 << len(places))
-    kept = {place: sets >> bit & 1 > 0 for bit, place in enumerate(places)}
-    saved = sum((nbytes[at] * there for at, there in kept.items()), np.zeros(len(sets), int))
-    again = _again(calls, start, wanted, {values[at]: there for at, there in kept.items()})
-    passed = sets & sum(1 << bit for bit, place in enumerate(places) if place in cuts)
+    keep_masks = {place: sets >> bit & 1 > 0 for bit, place in enumerate(places)}
+    saved = sum((nbytes[at] * mask for at, mask in keep_masks.items()), np.zeros(len(sets), int))
+    seconds = _again(
+        calls, start, read_values, {values[at]: mask for at, mask in keep_masks.items()}
+    )
+    cut_sets = sets & sum(1 << bit for bit, place in enumerate(places) if place in cuts)
 
-    def of(one: int) -> Kept:
-        its = tuple(place for bit, place in enumerate(places) if one >> bit & 1)
-        return Kept(int(saved[one]), float(again[one]), its)
+    def of(set_index: int) -> Kept:
+        kept_places = tuple(place for bit, place in enumerate(places) if set_index >> bit & 1)
+        return Kept(int(saved[set_index]), float(seconds[set_index]), kept_places)
 
     return [
-        of(one)
-        for alike in np.unique(passed)
-        for one in _pareto(np.flatnonzero(passed == alike), saved, again)
+        of(set_index)
+        for cut_set in np.unique(cut_sets)
+        for set_index in _pareto(np.flatnonzero(cut_sets == cut_set), saved, seconds)
     ]
 
 
 def _again(
-    calls: Sequence[Made], start: int, wanted: Collection[int], kept: Mapping[int, np.ndarray]
+    calls: Sequence[Made],
+    start: int,
+    read_values: Collection[int],
+    keep_masks: Mapping[int, np.ndarray],
 ) -> np.ndarray:
-    """Seconds to recompute `wanted`, for each of many sets; kept[t]: which of them keep t."""
-    absent = {t: ~there for t, there in kept.items()} | {start: np.False_}
-    asked: dict[int, np.ndarray | np.bool_] = dict.fromkeys(wanted, np.True_)
-    total = np.zeros(len(next(iter(kept.values()), (0,))))
+    """Seconds to recompute `read_values`, for each of many sets; kept[t]: which of them keep t."""
+    absent = {t: ~mask for t, mask in keep_masks.items()} | {start: np.False_}
+    needed: dict[int, np.ndarray | np.bool_] = dict.fromkeys(read_values, np.True_)
+    total = np.zeros(len(next(iter(keep_masks.values()), (0,))))
     for call in reversed(calls):
-        need: np.ndarray | np.bool_ = np.False_
+        need_mask: np.ndarray | np.bool_ = np.False_
         for t in call.results:
-            need = need | (asked.get(t, np.False_) & absent.get(t, np.True_))
-        total += call.seconds * need
+            need_mask = need_mask | (needed.get(t, np.False_) & absent.get(t, np.True_))
+        total += call.seconds * need_mask
         for t in call.reads:
-            asked[t] = asked.get(t, np.False_) | need
+            needed[t] = needed.get(t, np.False_) | need_mask
     return total
 
 
-def _pareto(sets: np.ndarray, saved: np.ndarray, again: np.ndarray) -> list[int]:
+def _pareto(sets: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> list[int]:
     """The Pareto front, thinned to OPTIONS: the ends, and the points farthest below their neighbours."""
-    order = sets[np.lexsort((again[sets], saved[sets]))]
-    least = np.minimum.accumulate(again[order])
-    better = np.append(True, least[1:] < least[:-1] - 1e-12)
-    found = [(int(saved[i]), float(again[i]), int(i)) for i in order[better]]
-    while len(found) > OPTIONS:
+    order = sets[np.lexsort((seconds[sets], saved[sets]))]
+    min_seconds = np.minimum.accumulate(seconds[order])
+    better = np.append(True, min_seconds[1:] < min_seconds[:-1] - 1e-12)
+    points = [(int(saved[i]), float(seconds[i]), int(i)) for i in order[better]]
+    while len(points) > OPTIONS:
 
         def bend(i: int) -> float:
-            (a, s, _), (b, t, _), (c, u, _) = found[i - 1 : i + 2]
+            (a, s, _), (b, t, _), (c, u, _) = points[i - 1 : i + 2]
             return s + (u - s) * (b - a) / (c - a) - t
 
-        del found[min(range(1, len(found) - 1), key=bend)]
-    return [one for _, _, one in found]
+        del points[min(range(1, len(points) - 1), key=bend)]
+    return [index for _, _, index in points]
 
 
 def least_again(points: Sequence[Kept], saved: float) -> float:
     """The least added seconds for saving this many bytes on average: the lower convex hull of the points."""
     line: list[tuple[float, float]] = []
-    for point in sorted((one.saved, one.again) for one in points):
+    for point in sorted((candidate.saved, candidate.again) for candidate in points):
         while len(line) > 1 and _above(line[-1], line[-2], point):
             line.pop()
         line.append(point)
-    kept, again = np.array(line).T
-    return float(np.interp(saved, kept, again))
+    hull_saved, hull_seconds = np.array(line).T
+    return float(np.interp(saved, hull_saved, hull_seconds))
 
 
 def _above(b: tuple[float, float], a: tuple[float, float], c: tuple[float, float]) -> bool:

@@ -71,10 +71,10 @@ def is_away(inner: Inner) -> bool:
 
 def stretches(stream: Sequence[Tensor]) -> list[list[Call]]:
     """The calls that lead to each value of the stream, as written; first those before any block."""
-    ends = [t.call.serial for t in stream if t.call is not None]
+    end_serials = [t.call.serial for t in stream if t.call is not None]
     split: list[list[Call]] = [[] for _ in stream]
     for call in Graph({str(at): t for at, t in enumerate(stream)}).calls:
-        split[bisect_left(ends, call.serial)].append(call)
+        split[bisect_left(end_serials, call.serial)].append(call)
     return split
 
 
@@ -103,20 +103,20 @@ def by_place(blocks: Sequence[list[Tensor]]) -> list[list[Tensor]]:
 def _placed_like(values: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     if len(values) == len(like):
         return values
-    rest, found = deque(values), dict[Tensor, Tensor]()
+    rest, matched = deque(values), dict[Tensor, Tensor]()
     for t in like:
         if rest and _same(rest[0], t):
-            found[t] = rest.popleft()
+            matched[t] = rest.popleft()
         else:
-            inside = (found[x.base] for x in _call(t).reads if x.base in found)
-            found[t] = next(inside, values[0])
-    return list(found.values())
+            sources = (matched[x.base] for x in _call(t).reads if x.base in matched)
+            matched[t] = next(sources, values[0])
+    return list(matched.values())
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(tensor: Tensor, other: Tensor) -> bool:
     """By op, name within the block and number of axes: widths of blocks may differ."""
     of, like = (
-        (type(_call(t).op), (t.name or "").split(".")[2:], len(t.shape)) for t in (one, other)
+        (type(_call(t).op), (t.name or "").split(".")[2:], len(t.shape)) for t in (tensor, other)
     )
     return of == like
 

@@ -49,7 +49,7 @@ class Trace:
         """A block by an option."""
         self.ways.add(option.keep)
         self.calls += option.calls
-        self.inner[at] = tuple((place, rank + beyond) for place, beyond in option.keep)
+        self.inner[at] = tuple((place, rank + extra_rank) for place, extra_rank in option.keep)
 
 
 class Way(NamedTuple):
@@ -81,7 +81,7 @@ class ChainSolver:
         self.passed, self.reserve = self._slots(block.stream_nbytes), self._slots(block.reserve)
         self.head_work, self.head_reserve = self._slots(head_work), self._slots(block.head_reserve)
         self.options = undominated(options)
-        sizes = [(self._slots(one.saved), self._slots(one.work)) for one in self.options]
+        sizes = [(self._slots(option.saved), self._slots(option.work)) for option in self.options]
         self.sizes = [(saved + self.passed, work) for saved, work in sizes]
         self.inner = [np.zeros(self.slots + 1)]
         self._fill(self.inner)
@@ -95,8 +95,8 @@ class ChainSolver:
     def _fill(self, rows: Rows) -> None:
         for n in range(1, self.count + 1):
             row = np.full(self.slots + 1, np.inf)
-            for way in self._ways(n, rows):
-                np.minimum(row[way.least :], way.seconds + sum(way.rest), out=row[way.least :])
+            for move in self._ways(n, rows):
+                np.minimum(row[move.least :], move.seconds + sum(move.rest), out=row[move.least :])
             rows.append(row)
 
     def _slots(self, nbytes: int) -> int:
@@ -105,40 +105,45 @@ class ChainSolver:
     def _ways(self, n: int, rows: Rows) -> Iterator[Way]:
         """The possible moves for the first of n blocks, and what they leave to the others."""
         waiting = 0 if rows is self.inner else self.head_reserve
-        for k, (option, (kept, work)) in enumerate(zip(self.options, self.sizes, strict=True)):
-            near = self.block.offload != ALWAYS or n == 1 or rows is self.inner
-            if not (rows is not self.inner if option.away else near):
+        for k, (option, (kept_slots, work)) in enumerate(
+            zip(self.options, self.sizes, strict=True)
+        ):
+            may_keep = self.block.offload != ALWAYS or n == 1 or rows is self.inner
+            if not (rows is not self.inner if option.away else may_keep):
                 continue  # only what the forward pass computed is put away
-            least = max(kept, work + waiting + (n - 1) * self.reserve)
-            if least <= self.slots:
+            min_slots = max(kept_slots, work + waiting + (n - 1) * self.reserve)
+            if min_slots <= self.slots:
                 yield Way(
-                    k, least, option.seconds, [rows[n - 1][least - kept : self.slots + 1 - kept]]
+                    k,
+                    min_slots,
+                    option.seconds,
+                    [rows[n - 1][min_slots - kept_slots : self.slots + 1 - kept_slots]],
                 )
         for j in range(1, n):
-            behind, again = self.passed, waiting + (n - j) * self.reserve
-            least, end = max(behind, again), self.slots + 1
-            if least <= self.slots:
+            rest_slots, rerun_slots = self.passed, waiting + (n - j) * self.reserve
+            min_slots, end = max(rest_slots, rerun_slots), self.slots + 1
+            if min_slots <= self.slots:
                 rest = [
-                    rows[n - j][least - behind : end - behind],
-                    self.inner[j][least - again : end - again],
+                    rows[n - j][min_slots - rest_slots : end - rest_slots],
+                    self.inner[j][min_slots - rerun_slots : end - rerun_slots],
                 ]
-                yield Way(-j, least, j * self.block.forward_seconds, rest)
+                yield Way(-j, min_slots, j * self.block.forward_seconds, rest)
 
     def choice(self, nbytes: int) -> Solved | None:
         """The best choice within `nbytes` of the solver's bytes; None if nothing fits."""
         count, slots = self.count, self.slots_of(nbytes)
         if slots < 0 or not np.isfinite(self.outer[count][slots]):
             return None
-        found = Trace(count)
-        self.follow((0, count, slots, 0, self.outer), found)
+        trace = Trace(count)
+        self.follow((0, count, slots, 0, self.outer), trace)
         seconds = float(self.outer[count][slots])
-        return Solved(found.choice, frozenset(found.ways), seconds, found.calls)
+        return Solved(trace.choice, frozenset(trace.ways), seconds, trace.calls)
 
     def slots_of(self, nbytes: int) -> int:
         """Slots beside the input of the chain."""
         return min(int(nbytes / self.unit), self.slots) - self.passed
 
-    def follow(self, run: Run, found: Trace) -> None:
+    def follow(self, run: Run, trace: Trace) -> None:
         """Add the best moves of a run."""
         runs = [run]
         while runs:
@@ -147,23 +152,23 @@ class ChainSolver:
                 continue
             move = self._best(n, m, rows)
             if move < 0:
-                found.stream[first - move] = rank
-                found.calls -= move * self.block.forward_calls
+                trace.stream[first - move] = rank
+                trace.calls -= move * self.block.forward_calls
                 waiting = 0 if rows is self.inner else self.head_reserve
                 m_again = m - waiting - (n + move) * self.reserve
                 runs.append((first - move, n + move, m - self.passed, rank, rows))
                 runs.append((first, -move, m_again, rank + 1, self.inner))
                 continue
-            found.take(first, self.options[move], rank)
+            trace.take(first, self.options[move], rank)
             if n > 1 or rows is not self.inner:
-                found.stream[first + 1] = rank
+                trace.stream[first + 1] = rank
             runs.append((first + 1, n - 1, m - self.sizes[move][0], rank, rows))
 
     def _best(self, n: int, m: int, rows: Rows) -> int:
         """The best move for the first of n blocks in m slots."""
-        ways = (way for way in self._ways(n, rows) if way.least <= m)
+        moves = (move for move in self._ways(n, rows) if move.least <= m)
         return min(
-            ways, key=lambda way: way.seconds + sum(row[m - way.least] for row in way.rest)
+            moves, key=lambda move: move.seconds + sum(row[m - move.least] for row in move.rest)
         ).move
 
     @property
@@ -179,8 +184,8 @@ class ChainSolver:
 
 def undominated(options: Sequence[Option]) -> list[Option]:
     """The options that no other beats or equals in every cost."""
-    found = list[Option]()
-    for one in sorted(options, key=lambda one: (one.seconds, one.saved, one.work)):
-        if all(one.saved < other.saved or one.work < other.work for other in found):
-            found.append(one)
-    return found
+    front = list[Option]()
+    for option in sorted(options, key=lambda option: (option.seconds, option.saved, option.work)):
+        if all(option.saved < other.saved or option.work < other.work for other in front):
+            front.append(option)
+    return front

@@ -28,13 +28,13 @@ class TwiceSolver:
     def _works(self) -> list[int]:
         """What an option needs beside what it keeps, or a few blocks that are computed again, at least."""
         first = self.first
-        works = {self._beside(kept, work) for kept, work in first.sizes}
+        works = {self._beside(kept_slots, work) for kept_slots, work in first.sizes}
         works |= {int(np.isfinite(row).argmax()) for row in first.inner if np.isfinite(row[-1])}
-        found = sorted(works)
-        return [found[at * (len(found) - 1) // (WORKS - 1)] for at in range(WORKS)]
+        sorted_works = sorted(works)
+        return [sorted_works[at * (len(sorted_works) - 1) // (WORKS - 1)] for at in range(WORKS)]
 
-    def _beside(self, kept: int, work: int) -> int:
-        return max(work - (kept - self.first.passed), 0)
+    def _beside(self, kept_slots: int, work: int) -> int:
+        return max(work - (kept_slots - self.first.passed), 0)
 
     def _rows(self, work: int) -> Rows:
         later = self.later
@@ -42,8 +42,8 @@ class TwiceSolver:
         rows = [np.where(left >= work, later.outer[-1], np.inf)]
         for _ in range(self.first.count):
             row = np.full(later.slots + 1, np.inf)
-            for way in self._ways(rows, work):
-                np.minimum(row[way.least :], way.seconds + way.rest[0], out=row[way.least :])
+            for move in self._ways(rows, work):
+                np.minimum(row[move.least :], move.seconds + move.rest[0], out=row[move.least :])
             rows.append(row)
         return rows
 
@@ -51,13 +51,17 @@ class TwiceSolver:
         """The possible moves for the block before those that rows are known of: rows[m] is of m of the first blocks,
         and the later ones."""
         first, end = self.first, self.first.slots + 1
-        for k, (option, (kept, needed)) in enumerate(zip(first.options, first.sizes, strict=True)):
-            if kept < end and not option.away and self._beside(kept, needed) <= work:
-                yield Way(k, kept, 2 * option.seconds, [rows[-1][: end - kept]])
+        for k, (option, (kept_slots, needed)) in enumerate(
+            zip(first.options, first.sizes, strict=True)
+        ):
+            if kept_slots < end and not option.away and self._beside(kept_slots, needed) <= work:
+                yield Way(k, kept_slots, 2 * option.seconds, [rows[-1][: end - kept_slots]])
         for j in range(1, len(rows) + (self.later.count > 0)):
-            again = j * first.block.forward_seconds + float(first.inner[j][min(work, end - 1)])
-            if first.passed < end and np.isfinite(again):
-                yield Way(-j, first.passed, 2 * again, [rows[-j][: end - first.passed]])
+            rerun_seconds = j * first.block.forward_seconds + float(
+                first.inner[j][min(work, end - 1)]
+            )
+            if first.passed < end and np.isfinite(rerun_seconds):
+                yield Way(-j, first.passed, 2 * rerun_seconds, [rows[-j][: end - first.passed]])
 
     def choice(self, nbytes: int) -> Solved | None:
         """As ChainSolver's."""
@@ -70,23 +74,25 @@ class TwiceSolver:
         seconds = float(rows[-1][slots])
         if not np.isfinite(seconds):
             return None
-        found, at = Trace(first.count + later.count), 0
+        trace, at = Trace(first.count + later.count), 0
         while at < first.count:
             ahead = rows[: first.count - at]
-            ways = (way for way in self._ways(ahead, work) if way.least <= slots)
-            best = min(ways, key=lambda way: way.seconds + way.rest[0][slots - way.least])
+            moves = (move for move in self._ways(ahead, work) if move.least <= slots)
+            best = min(moves, key=lambda move: move.seconds + move.rest[0][slots - move.least])
             slots -= best.least
             if best.move >= 0:
-                found.take(at, first.options[best.move], 0)
+                trace.take(at, first.options[best.move], 0)
                 at += 1
                 continue
-            found.calls -= best.move * first.block.forward_calls
-            first.follow((at, -best.move, min(work, first.slots), 1, first.inner), found)
+            trace.calls -= best.move * first.block.forward_calls
+            first.follow((at, -best.move, min(work, first.slots), 1, first.inner), trace)
             at -= best.move
-        again, calls = frozenset(found.ways), 2 * found.calls
-        found.ways, found.calls = set(), 0
-        later.follow((at, later.count, slots, 0, later.outer), found)
-        return Solved(found.choice, frozenset(found.ways), seconds, calls + found.calls, again)
+        rerun_strategies, calls = frozenset(trace.ways), 2 * trace.calls
+        trace.ways, trace.calls = set(), 0
+        later.follow((at, later.count, slots, 0, later.outer), trace)
+        return Solved(
+            trace.choice, frozenset(trace.ways), seconds, calls + trace.calls, rerun_strategies
+        )
 
     @property
     def least(self) -> int:

@@ -26,8 +26,8 @@ Point = tuple[str, str, int, float]  # way, name, bytes, share kept
 
 def gains(points: Sequence[Point], keep: float) -> str:
     """The picture; `keep` is the share that is asked for."""
-    least = min(keep, *(kept for *_, kept in points))
-    low, high = math.floor(100 * least) - 1, max(100, *(math.ceil(100 * p[3]) for p in points))
+    min_share = min(keep, *(share for *_, share in points))
+    low, high = math.floor(100 * min_share) - 1, max(100, *(math.ceil(100 * p[3]) for p in points))
     top = max(nbytes for _, _, nbytes, _ in points) * 1.1
 
     def place(nbytes: float, percent: float) -> tuple[float, float]:
@@ -49,11 +49,11 @@ def gains(points: Sequence[Point], keep: float) -> str:
         drawn.append(label(x, BOTTOM + 19, size_text(nbytes).replace(".0", ""), "middle"))
     _, y = place(0, 100 * keep)
     drawn.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{STRONG}" stroke-dasharray="6 3"/>')
-    for number, way in enumerate(dict.fromkeys(way for way, *_ in points)):
-        hue, here = HUES[number % len(HUES)], [p for p in points if p[0] == way]
-        drawn.append(label(24 + 120 * number, 58, f"● {way}", "start", f'fill="{hue}"'))
-        for _, name, nbytes, kept in here:
-            x, y = place(nbytes, 100 * kept)
+    for number, method in enumerate(dict.fromkeys(method for method, *_ in points)):
+        hue, method_points = HUES[number % len(HUES)], [p for p in points if p[0] == method]
+        drawn.append(label(24 + 120 * number, 58, f"● {method}", "start", f'fill="{hue}"'))
+        for _, name, nbytes, share in method_points:
+            x, y = place(nbytes, 100 * share)
             drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{hue}" stroke="#fff"/>')
             drawn.append(label(x + 7, y - 6, name, "start", HALO))
     return picture("Size and what is kept of the gain", drawn, HEIGHT)

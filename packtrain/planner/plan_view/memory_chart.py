@@ -125,18 +125,21 @@ def _axes(frame: Frame) -> Iterator[str]:
     yield label(LEFT - 8, ABOVE + 4, "alive", "end")
 
 
-def byte_ticks(top: int, most: int) -> list[int]:
-    """Multiples of a power of two from 0 to top, at most `most` steps."""
+def byte_ticks(top: int, max_steps: int) -> list[int]:
+    """Multiples of a power of two from 0 to top, at most `max_steps` steps."""
     step = 1
-    while top // step > most:
+    while top // step > max_steps:
         step *= 2
     return list(range(0, top + 1, step))
 
 
-def step_ticks(last: int, most: int) -> list[int]:
-    """Multiples of 1, 2 or 5 times a power of ten from 0 to last, at most `most` steps."""
+def step_ticks(last: int, max_steps: int) -> list[int]:
+    """Multiples of 1, 2 or 5 times a power of ten from 0 to last, at most `max_steps` steps."""
     step = next(
-        m * 10**power for power in range(20) for m in (1, 2, 5) if last // (m * 10**power) <= most
+        m * 10**power
+        for power in range(20)
+        for m in (1, 2, 5)
+        if last // (m * 10**power) <= max_steps
     )
     return list(range(0, last + 1, step))
 

@@ -88,9 +88,9 @@ def _data(scene: Scene) -> dict[str, Any]:
 def _later(b: Buffer) -> list[str]:
     """Tensors that reuse the bytes of the buffer's first tensor."""
     names = [name for name in b.tensors if name != b.name]
-    more = len(names) - LATER
+    num_hidden = len(names) - LATER
     shown = [plain(name) for name in names[:LATER]]
-    return [*shown, f"{more:,} more"] if more > 0 else shown
+    return [*shown, f"{num_hidden:,} more"] if num_hidden > 0 else shown
 
 
 def _legend(scene: Scene) -> str:
@@ -113,15 +113,17 @@ def _swatch(category: str) -> str:
 def _owners(scene: Scene) -> str:
     """Rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
     places = {b: k for k, b in enumerate(scene.buffers)}
-    shown, others = scene.owners[:OWNERS], scene.owners[OWNERS:]
+    shown, remaining = scene.owners[:OWNERS], scene.owners[OWNERS:]
     rows = [
         f'<tr data-buffer="{places[b]}"><td class="name">{escape(plain(b.name))}<td>{escape(plain(b.op))}'
         f'<td class="category">{_swatch(b.category)}{b.category}{_numbers(scene, b.nbytes)}'
         for b in shown
     ]
-    if others:
-        nbytes = sum(b.nbytes for b in others)
-        rows.append(f'<tr><td colspan="3">{plural(len(others), "other")}{_numbers(scene, nbytes)}')
+    if remaining:
+        nbytes = sum(b.nbytes for b in remaining)
+        rows.append(
+            f'<tr><td colspan="3">{plural(len(remaining), "other")}{_numbers(scene, nbytes)}'
+        )
     return "\n".join(rows)
 
 
@@ -139,11 +141,11 @@ def _bytes(scene: Scene) -> str:
         of_plan = f"{scene.measured_peak / max(scene.total, 1):.1%} of what was planned"
         rows.append(("", "measured", scene.measured_peak, of_plan))
     if scene.budget_nbytes is not None:
-        spare = scene.budget_nbytes - scene.total
-        left = f"{size_text(abs(spare))} {'too little' if spare < 0 else 'to spare'}"
+        headroom = scene.budget_nbytes - scene.total
+        left = f"{size_text(abs(headroom))} {'too little' if headroom < 0 else 'to spare'}"
         rows.append(("", "budget", scene.budget_nbytes, left))
     return "\n".join(
         f'<tr class="{kind}"><td>{escape(plain(label))}<td class="number">{size_text(nbytes)}'
-        f"<td>{escape(plain(why, 200))}"
-        for kind, label, nbytes, why in rows
+        f"<td>{escape(plain(note, 200))}"
+        for kind, label, nbytes, note in rows
     )

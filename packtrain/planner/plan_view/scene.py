@@ -92,12 +92,12 @@ class Scene:
     @property
     def samples(self) -> list[tuple[float, int]]:
         """Measured bytes over the steps, minus those outside the arena. A peak alone is a horizontal line."""
-        found = self.measured
-        if found is None:
+        measured = self.measured
+        if measured is None:
             return []
-        if isinstance(found, int):
-            found = [(0, found), (self.last, found)]
-        return [(step, max(nbytes - self.outside, 0)) for step, nbytes in found]
+        if isinstance(measured, int):
+            measured = [(0, measured), (self.last, measured)]
+        return [(step, max(nbytes - self.outside, 0)) for step, nbytes in measured]
 
     @property
     def measured_peak(self) -> int | None:
@@ -115,14 +115,14 @@ class Scene:
         arena = self.arena
         size = size_text(arena.nbytes)
         if arena.gap == 0:
-            found = [Level("bound", f"arena = lower bound {size}", arena.nbytes)]
+            levels = [Level("bound", f"arena = lower bound {size}", arena.nbytes)]
         else:
             bound = Level("bound", f"lower bound {size_text(arena.lower_bound)}", arena.lower_bound)
-            found = [bound, Level("arena", f"arena {size}", arena.nbytes)]
+            levels = [bound, Level("arena", f"arena {size}", arena.nbytes)]
         left = (self.budget_nbytes or 0) - self.outside
         if 0 < left <= 2 * arena.nbytes:
-            found.append(Level("budget", f"budget leaves {size_text(left)}", left))
-        return found
+            levels.append(Level("budget", f"budget leaves {size_text(left)}", left))
+        return levels
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -164,8 +164,8 @@ class Scene:
 
     def used(self) -> list[str]:
         """Categories that occur, in order."""
-        found = {b.category for b in self.buffers}
-        return [category for category in CATEGORIES if category in found]
+        present = {b.category for b in self.buffers}
+        return [category for category in CATEGORIES if category in present]
 
 
 class About(TypedDict, total=False):
@@ -195,12 +195,12 @@ def make_scene(
     """Build the scene; without rows, memory outside the arena is what the plan itself knows."""
     if rows is None:
         arena = plan.arena(space)
-        known = [
+        candidates = [
             ("weights", arena.weight_nbytes, "trained and frozen weights"),
             ("state", arena.state_nbytes, "kept between runs"),
             ("constants", arena.constant_nbytes, "fixed values"),
         ]
-        rows = [row for row in known if row[1]]
+        rows = [row for row in candidates if row[1]]
     return Scene(plan, space, plain(title), rows, budget_nbytes, measured)
 
 
@@ -211,7 +211,7 @@ def fullest(live: np.ndarray, parts: int) -> np.ndarray:
     return np.array([a + int(total[a : max(b, a + 1)].argmax()) for a, b in spans], np.int64)
 
 
-def plain(text: str, most: int = 80) -> str:
-    """A name that is safe to show: without control characters, at most `most` long."""
+def plain(text: str, max_length: int = 80) -> str:
+    """A name that is safe to show: without control characters, at most `max_length` long."""
     shown = "".join(c if c.isprintable() else "�" for c in text)
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
+    return shown if len(shown) <= max_length else shown[: max_length - 1] + "…"

@@ -47,8 +47,8 @@ def terminal(plan: Plan, width: int = 80, *, color: bool = False, **about: Unpac
 
 def _facts(scene: Scene, width: int) -> list[str]:
     """The summary, wrapped only between facts."""
-    whole = scene.summary.replace(" ", "\u00a0").replace("·\u00a0", "· ")
-    return [line.replace("\u00a0", " ") for line in textwrap.wrap(whole, width)]
+    summary = scene.summary.replace(" ", "\u00a0").replace("·\u00a0", "· ")
+    return [line.replace("\u00a0", " ") for line in textwrap.wrap(summary, width)]
 
 
 def _raster(scene: Scene, steps: np.ndarray) -> np.ndarray:
@@ -87,8 +87,8 @@ def _cell(above: int, below: int, color: bool) -> str:
 def _legend(scene: Scene, width: int, color: bool) -> list[str]:
     kinds = [CATEGORIES.index(category) for category in scene.used()]
     entries = [f"{_cell(kind, kind, color)} {CATEGORIES[kind]}" for kind in kinds]
-    many = len(CATEGORIES) if width >= 72 else 3  # entries to a line
-    return ["  ".join(entries[k : k + many]) for k in range(0, len(entries), many)]
+    per_line = len(CATEGORIES) if width >= 72 else 3  # entries to a line
+    return ["  ".join(entries[k : k + per_line]) for k in range(0, len(entries), per_line)]
 
 
 def _code(kind: int) -> int:
@@ -120,14 +120,14 @@ def _owners(scene: Scene, width: int) -> list[str]:
     arena = scene.arena
     head = f"at the peak, op {arena.peak_step:,}, {size_text(arena.lower_bound)} are alive:"
     lines = textwrap.wrap(head, width)
-    shown, others = scene.owners[:OWNERS], scene.owners[OWNERS:]
+    shown, remaining = scene.owners[:OWNERS], scene.owners[OWNERS:]
     room = min(max((len(b.name) for b in shown), default=0), max(width - 48, 8))
     for b in shown:
         row = f"{size_text(b.nbytes):>10} {scene.share(b.nbytes):>6.1%}  {b.category:<10}  "
         lines.append((row + f"{plain(b.name, room):<{room}}  {plain(b.op)}")[:width].rstrip())
-    if others:
-        nbytes = sum(b.nbytes for b in others)
+    if remaining:
+        nbytes = sum(b.nbytes for b in remaining)
         lines.append(
-            f"{size_text(nbytes):>10} {scene.share(nbytes):>6.1%}  {plural(len(others), 'other')}"
+            f"{size_text(nbytes):>10} {scene.share(nbytes):>6.1%}  {plural(len(remaining), 'other')}"
         )
     return lines

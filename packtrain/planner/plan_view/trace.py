@@ -47,21 +47,21 @@ def _events(scene: Scene, ops: Sequence[str]) -> Iterator[Event]:
             yield from (_slice(b, thread) for b in lane)
 
 
-def _named(what: str, thread: int, name: str) -> Event:
-    return {"ph": "M", "tid": thread, "name": what, "args": {"name": name}}
+def _named(kind: str, thread: int, name: str) -> Event:
+    return {"ph": "M", "tid": thread, "name": kind, "args": {"name": name}}
 
 
 def _lanes(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
     """The fewest lanes in which no two buffers overlap, as slices of a thread must not."""
     lanes: list[list[Buffer]] = []
-    ends: list[tuple[int, int]] = []  # a heap: last end of each lane, its number
+    lane_ends: list[tuple[int, int]] = []  # a heap: last end of each lane, its number
     for b in sorted(buffers, key=lambda b: (b.start, -b.nbytes)):
-        if ends and ends[0][0] <= b.start:
-            number = heapq.heapreplace(ends, (b.end, ends[0][1]))[1]
+        if lane_ends and lane_ends[0][0] <= b.start:
+            number = heapq.heapreplace(lane_ends, (b.end, lane_ends[0][1]))[1]
         else:
             number = len(lanes)
             lanes.append([])
-            heapq.heappush(ends, (b.end, number))
+            heapq.heappush(lane_ends, (b.end, number))
         lanes[number].append(b)
     return lanes
 

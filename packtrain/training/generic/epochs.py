@@ -81,14 +81,14 @@ def epoch(
     if not isinstance(at, int | np.integer) or not 0 <= at <= len(places):
         raise InputError(f"split={split!r} must be a whole number from 0 to {len(places)}")
     mean = trainer.model.mean
-    learnt, tested = Result(mean, keep), Result(mean, keep)
+    train_result, eval_result = Result(mean, keep), Result(mean, keep)
     if at:
-        for _ in steps(trainer, data, places[:at], learnt, callbacks, number):
+        for _ in steps(trainer, data, places[:at], train_result, callbacks, number):
             pass
         trainer.check_finite()
     if at < len(places):
-        evaluate(trainer, data, places[at:], tested, callbacks, number)
-    return learnt, tested
+        evaluate(trainer, data, places[at:], eval_result, callbacks, number)
+    return train_result, eval_result
 
 
 def steps(
@@ -142,22 +142,22 @@ def dataset(data: Dataset | Mapping[str, Any]) -> Dataset:
     return data if isinstance(data, Dataset) else Dataset(data)
 
 
-def check(trainer: Trainer, data: Dataset, what: str = "the dataset") -> None:
+def check(trainer: Trainer, data: Dataset, label: str = "the dataset") -> None:
     """Raise InputError unless the columns, and the inputs that are not data, fit the model's inputs."""
-    inputs, others, rows = trainer.form.inputs, trainer.inputs(0), trainer.rows
+    inputs, extra_inputs, rows = trainer.form.inputs, trainer.inputs(0), trainer.rows
     for name, values in data.columns.items():
         if name not in inputs:
             raise InputError(
-                f"{what} has {name}, which is no input of the model; it has {', '.join(inputs)}"
+                f"{label} has {name}, which is no input of the model; it has {', '.join(inputs)}"
             )
         _check_column(name, values, inputs[name], rows)
     _check_labels(trainer, data)
-    missing = [name for name in inputs if name not in data.columns and name not in others]
+    missing = [name for name in inputs if name not in data.columns and name not in extra_inputs]
     if missing:
-        raise InputError(f"{what} has no {missing[0]}, an input of the model")
+        raise InputError(f"{label} has no {missing[0]}, an input of the model")
     if len(data) < rows:
         raise InputError(
-            f"a batch of {rows:,} is more than the {plural(len(data), 'datapoint')} of {what}"
+            f"a batch of {rows:,} is more than the {plural(len(data), 'datapoint')} of {label}"
         )
 
 
@@ -176,13 +176,13 @@ def _check_labels(trainer: Trainer, data: Dataset) -> None:
 
 
 def _check_column(name: str, values: np.ndarray, spec: Spec, rows: int) -> None:
-    shape, kind, given = spec.dtype.array_shape(spec.shape), spec.dtype.numpy, values.shape[1:]
+    shape, kind, item_shape = spec.dtype.array_shape(spec.shape), spec.dtype.numpy, values.shape[1:]
     if not shape or shape[0] != rows:
         raise InputError(f"{name} is {spec} in a model of {plural(rows, 'datapoint')}: no column")
-    if given != shape[1:]:
+    if item_shape != shape[1:]:
         raise InputError(
             f"{name} is {spec} in the model, of shape {list(shape[1:])} for each datapoint;"
-            f" those of the data have {list(given)}"
+            f" those of the data have {list(item_shape)}"
         )
     if not np.can_cast(values.dtype, kind, "same_kind"):
         raise InputError(

@@ -138,32 +138,32 @@ def fit(
     on_message called with what was chosen, and a line per epoch: `print` shows them
     Raises InputError, GraphError; DoesNotFit with the least memory that would do; NotFinite.
     """
-    learnt, held = dataset(data), None if valid is None else dataset(valid)
-    _check(epochs, callbacks, val_split, held)
-    own = {"seed": seed, "beside": ORDERS_NBYTES * len(learnt), "on_message": on_message}
-    runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer | own)
-    course = _course(runs, learnt, held, val_split, seed if shuffle else None, on_message)
+    train_data, valid_data = dataset(data), None if valid is None else dataset(valid)
+    _check(epochs, callbacks, val_split, valid_data)
+    trainer |= {"seed": seed, "beside": ORDERS_NBYTES * len(train_data), "on_message": on_message}
+    runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer)
+    course = _course(runs, train_data, valid_data, val_split, seed if shuffle else None, on_message)
     course.callbacks = _scheduled(callbacks, schedule, runs.lr, epochs * course.steps)
     record = Record(folder, runs, course.about, resume, on_message)
     return _run(course, epochs, record, stop, on_message)
 
 
-def _check(epochs: int, callbacks: Callbacks, val_split: float, held: object) -> None:
+def _check(epochs: int, callbacks: Callbacks, val_split: float, valid_data: object) -> None:
     if not isinstance(epochs, int | np.integer) or epochs < 0:
         raise InputError(f"epochs={epochs!r} must be a whole number, 0 or more")
     if not isinstance(callbacks, Callbacks):
         raise InputError(f"callbacks={callbacks!r} must be Callbacks, such as Callbacks(after=…)")
     if not isinstance(val_split, float | int | np.number) or not 0 <= val_split < 1:
         raise InputError(f"val_split={val_split!r} must be at least 0 and less than 1")
-    if held is not None and val_split:
+    if valid_data is not None and val_split:
         raise InputError("val_split holds out a part of the data; give it or valid, not both")
 
 
 def _run(
-    course: "Course", epochs: int, record: Record, stop: Callable[[], bool], say: Say
+    course: "Course", epochs: int, record: Record, stop: Callable[[], bool], report: Say
 ) -> Fitted:
     runs = course.trainer
-    say(f"{runs.form}; memory: {size_text(runs.planned_nbytes)} planned")
+    report(f"{runs.form}; memory: {size_text(runs.planned_nbytes)} planned")
     fitted = Fitted(runs)
     with Peak() as peak, stop_on_interrupt() as interrupted, record:
         while runs.done < epochs * course.steps and not fitted.stopped:
@@ -171,7 +171,7 @@ def _run(
             fitted.stopped = done is None
             if done is not None:
                 fitted.epochs.append(done)
-                say(str(done))
+                report(str(done))
         record.save()
     if not fitted.stopped:
         runs.check_finite()
@@ -207,64 +207,64 @@ class Course:
 
     def epoch(self, record: Record, stop: Callable[[], bool]) -> Epoch | None:
         """The rest of the current epoch, with validation; None if it was stopped."""
-        trainer, began = self.trainer, time.perf_counter()
+        trainer, start_time = self.trainer, time.perf_counter()
         number, before = divmod(trainer.done, self.steps)
         number += 1
         order = self.train
         if self.seed is not None:
             order = self.data.shuffled(order, self.seed, number)
-        learnt = Result(trainer.model.mean)
+        train_result = Result(trainer.model.mean)
         order = order[before * trainer.batch :]
-        for norm in steps(trainer, self.data, order, learnt, self.callbacks, number):
-            record.step(learnt, norm)
+        for norm in steps(trainer, self.data, order, train_result, self.callbacks, number):
+            record.step(train_result, norm)
             if trainer.done % self.steps and stop():
                 return None
-        tested = Result(trainer.model.mean)
+        eval_result = Result(trainer.model.mean)
         if len(self.valid):
-            evaluate(trainer, self.held, self.valid, tested, self.callbacks, number)
-        record.epoch(tested)
-        return Epoch(number, learnt, tested, time.perf_counter() - began)
+            evaluate(trainer, self.held, self.valid, eval_result, self.callbacks, number)
+        record.epoch(eval_result)
+        return Epoch(number, train_result, eval_result, time.perf_counter() - start_time)
 
 
 def _course(
     trainer: Trainer,
-    learnt: Dataset,
-    held: Dataset | None,
+    train_data: Dataset,
+    valid_data: Dataset | None,
     val_split: float,
     seed: int | None,
-    say: Say,
+    report: Say,
 ) -> Course:
     """The datasets, checked against the model, in whole batches. Raises InputError."""
-    check(trainer, learnt)
-    order = np.arange(len(learnt))
+    check(trainer, train_data)
+    order = np.arange(len(train_data))
     if seed is not None:
-        order = learnt.shuffled(order, seed, 0)
+        order = train_data.shuffled(order, seed, 0)
     split, rest = len(order), order[:0]
-    if held is not None:
-        check(trainer, held, "the validation data")
-        rest = np.arange(len(held))
+    if valid_data is not None:
+        check(trainer, valid_data, "the validation data")
+        rest = np.arange(len(valid_data))
     elif val_split:
         split = round(split * (1 - val_split))
         rest = order[split // trainer.batch * trainer.batch :]
     used = split // trainer.batch * trainer.batch
     if not used:
-        of = f" of {len(order):,}" if split < len(order) else ""
-        count = plural(split, "datapoint") + of
+        of_total = f" of {len(order):,}" if split < len(order) else ""
+        count = plural(split, "datapoint") + of_total
         raise InputError(f"batch={trainer.batch} is more than the {count} to train on")
     if val_split and rest.size < trainer.rows:
         raise InputError(
             f"val_split={val_split} holds out {plural(rest.size, 'datapoint')}, fewer than"
             f" the {trainer.rows:,} that are evaluated at a time"
         )
-    if trainer.batch % learnt.shard:
-        raise InputError(f"batch={trainer.batch} must be a multiple of shard={learnt.shard}")
-    for what, left in (
+    if trainer.batch % train_data.shard:
+        raise InputError(f"batch={trainer.batch} must be a multiple of shard={train_data.shard}")
+    for part, left in (
         ("training", 0 if val_split else split - used),
         ("validation", rest.size % trainer.rows),
     ):
         if left:
-            say(f"{plural(left, 'datapoint')} of {what} make no whole batch and are left out")
-    return Course(trainer, learnt, order[:used], held or learnt, rest, seed)
+            report(f"{plural(left, 'datapoint')} of {part} make no whole batch and are left out")
+    return Course(trainer, train_data, order[:used], valid_data or train_data, rest, seed)
 
 
 def _scheduled(
@@ -281,11 +281,11 @@ def _scheduled(
         raise InputError(f"schedule={schedule!r} must be a function of the step, or one of {names}")
     if isinstance(schedule, str):
         schedule = Schedule(schedule, lr, lr / 100, steps // 20, steps).rate
-    rate, own = schedule, callbacks.before
+    rate, user_hook = schedule, callbacks.before
 
     def before(batch: Batch) -> None:
         batch.trainer.lr = rate(batch.trainer.done + 1)
-        if own is not None:
-            own(batch)
+        if user_hook is not None:
+            user_hook(batch)
 
     return replace(callbacks, before=before)

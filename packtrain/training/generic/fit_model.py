@@ -38,8 +38,8 @@ class Model:
             )
         rows = logits.shape[0]
         weights = constant("weights", np.full(rows, 1 / max(rows, 1)))
-        how = ops.cross_entropy if labels.dtype == i32 else ops.soft_cross_entropy
-        return cls(how(logits, labels, weights)[0], logits, labels)
+        loss_op = ops.cross_entropy if labels.dtype == i32 else ops.soft_cross_entropy
+        return cls(loss_op(logits, labels, weights)[0], logits, labels)
 
     @classmethod
     def mean_squared_error(cls, outputs: Tensor, targets: Tensor) -> "Model":
@@ -59,12 +59,12 @@ class Model:
     @property
     def outputs(self) -> dict[str, Tensor]:
         """`loss`, and where there are any, `predictions` and the number of `correct` ones."""
-        found = {"loss": self.loss}
+        outputs = {"loss": self.loss}
         if self.predictions is not None:
-            found["predictions"] = self.predictions
+            outputs["predictions"] = self.predictions
         if self.predictions is not None and self.labels is not None:
-            found["correct"] = ops.count_equal(_classes(self.predictions), _classes(self.labels))
-        return found
+            outputs["correct"] = ops.count_equal(_classes(self.predictions), _classes(self.labels))
+        return outputs
 
     @property
     def label_count(self) -> int | None:
@@ -119,8 +119,8 @@ def initial(leaf: Tensor, seed: int) -> np.ndarray:
     Vectors whose names speak of a norm and not of its bias are 1. Drawn by (seed, name).
     """
     if len(leaf.shape) < 2:
-        one = "norm" in leaf.label and "bias" not in leaf.label
-        return np.full(leaf.shape, float(one), np.float32)
+        is_norm = "norm" in leaf.label and "bias" not in leaf.label
+        return np.full(leaf.shape, float(is_norm), np.float32)
     rng = np.random.default_rng([seed, *leaf.label.encode()])
     drawn = rng.standard_normal(leaf.shape, dtype=np.float32)
     return drawn * np.float32(np.prod(leaf.shape[1:]) ** -0.5)

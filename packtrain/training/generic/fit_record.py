@@ -55,13 +55,13 @@ class Record:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.open.enter_context(locked(self.folder / "lock", f"folder: {self.folder}"))
-        found = self._found(self.folder / CHECKPOINT)
+        checkpoint = self._found(self.folder / CHECKPOINT)
         self.watch = self.open.enter_context(Watch(self.folder, Events()))
-        if found is not None:
-            self._continue(found)
+        if checkpoint is not None:
+            self._continue(checkpoint)
             self.watch.resume(self.progress.step)
         form = self.trainer.form
-        rows = [(what, nbytes, "") for what, nbytes in form.parts.items() if what != "arena"]
+        rows = [(label, nbytes, "") for label, nbytes in form.parts.items() if label != "arena"]
         before = ("process", self.trainer.baseline, "before the run")
         write_text(
             self.folder / "plan.html", page(form.largest, title=str(form), rows=[before, *rows])
@@ -76,17 +76,17 @@ class Record:
             raise InputError(f"{path.parent} has a run already; resume=True continues it")
         return None
 
-    def _continue(self, found: checkpoints.Checkpoint) -> None:
+    def _continue(self, checkpoint: checkpoints.Checkpoint) -> None:
         """Set the leaves and the step of a checkpoint. Raises InputError if it is of another run."""
-        other = [name for name, value in self.about.items() if found.about.get(name) != value]
+        other = [name for name, value in self.about.items() if checkpoint.about.get(name) != value]
         if other:
             name = other[0]
             raise InputError(
-                f"{found.path}: it was trained with {name} {found.about.get(name)}, not {self.about[name]}"
+                f"{checkpoint.path}: it was trained with {name} {checkpoint.about.get(name)}, not {self.about[name]}"
             )
         for name in self.trainer.saved:
-            self.trainer.session.set({name: found.array(name)})
-        self.progress, self.trainer.done = found.progress, found.progress.step
+            self.trainer.session.set({name: checkpoint.array(name)})
+        self.progress, self.trainer.done = checkpoint.progress, checkpoint.progress.step
 
     def step(self, result: Result, norm: float) -> None:
         """Record a step, whose losses came last."""

@@ -57,8 +57,8 @@ class Form:
     @property
     def leaves(self) -> dict[str, Tensor]:
         """Weights and states of all graphs by name."""
-        found = (leaf for placed in self.placed.values() for leaf in placed.graph.leaves)
-        return {leaf.label: leaf for leaf in found if leaf.role}
+        leaves = (leaf for placed in self.placed.values() for leaf in placed.graph.leaves)
+        return {leaf.label: leaf for leaf in leaves if leaf.role}
 
     @property
     def inputs(self) -> dict[str, Spec]:
@@ -103,35 +103,37 @@ class Form:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        how = f", {self.recomputed} recomputed" if self.recomputed else ""
-        return f"{self.micros} × {plural(self.rows, 'datapoint')} per step{how}"
+        note = f", {self.recomputed} recomputed" if self.recomputed else ""
+        return f"{self.micros} × {plural(self.rows, 'datapoint')} per step{note}"
 
 
 def choose(
-    asked: "Asked", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
+    request: "Asked", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
 ) -> Form:
     """The fastest form within a limit of bytes of the process. Raises DoesNotFit with the least limit."""
-    least: Form | None = None
+    smallest: Form | None = None
     before = private_nbytes()
-    for rows in asked.sizes():
+    for rows in request.sizes():
         for recomputed in ("", "all but products", "all but some products"):
-            form = build(asked, rows, recomputed, optimizer, target)
+            form = build(request, rows, recomputed, optimizer, target)
             if form is None:
                 continue
             if baseline + form.nbytes <= limit:
                 return form
-            if least is None or form.nbytes < least.nbytes:
-                least = form
-    assert least is not None
+            if smallest is None or form.nbytes < smallest.nbytes:
+                smallest = form
+    assert smallest is not None
     settle()
     baseline += max(private_nbytes() - before, 0)  # the search left plans and heaps with free room
-    needed = -(-(baseline + least.nbytes) >> 20)
-    parts = [f"  {size_text(nbytes):>10}  {what}" for what, nbytes in least.parts.items() if nbytes]
+    needed = -(-(baseline + smallest.nbytes) >> 20)
+    parts = [
+        f"  {size_text(nbytes):>10}  {label}" for label, nbytes in smallest.parts.items() if nbytes
+    ]
     raise DoesNotFit(
         "\n".join(
             [
                 f"this does not fit into {size_text(int(limit))}; the smallest memory that would do is {needed}MiB",
-                f"  that is with {least}",
+                f"  that is with {smallest}",
                 f"  {size_text(baseline):>10}  the process before it",
                 *parts,
             ]
@@ -185,30 +187,30 @@ class Asked:
 
     def at(self, rows: int, evaluated: bool = False) -> Model:
         """The model for so many datapoints at a time."""
-        asked = self.evaluated if evaluated and self.evaluated is not None else self.model
-        found = asked if isinstance(asked, Model | Tensor) else asked(rows)
-        if not isinstance(found, Model | Tensor):
-            raise GraphError(f"the model is {found!r}; it must be a Model, or a scalar loss")
-        return Model(found) if isinstance(found, Tensor) else found
+        source = self.evaluated if evaluated and self.evaluated is not None else self.model
+        model = source if isinstance(source, Model | Tensor) else source(rows)
+        if not isinstance(model, Model | Tensor):
+            raise GraphError(f"the model is {model!r}; it must be a Model, or a scalar loss")
+        return Model(model) if isinstance(model, Tensor) else model
 
 
 def build(
-    asked: Asked, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
+    request: Asked, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
 ) -> Form | None:
     """The form with its plans; None if nothing would be recomputed though it is asked for."""
-    model, micros = asked.at(rows), (asked.batch or rows) // rows
-    evaluated = asked.at(rows, evaluated=True)
+    model, micros = request.at(rows), (request.batch or rows) // rows
+    evaluated = request.at(rows, evaluated=True)
     graphs = {EVALUATE: Graph(evaluated.outputs)}
     if optimizer is not None:
         keep = _kept(model, recomputed)
         if recomputed and not keep:
             return None
-        graphs |= _training(model, optimizer, micros, keep, asked.max_norm)
+        graphs |= _training(model, optimizer, micros, keep, request.max_norm)
     elif recomputed:
         return None
-    least = asked.order == "least"
+    minimize_memory = request.order == "least"
     placed: dict[Name, Placed] = {
-        name: place(graph, target, least_order(graph, target) if least else None)
+        name: place(graph, target, least_order(graph, target) if minimize_memory else None)
         for name, graph in graphs.items()
     }
     plans = {name: make_plan(p) for name, p in placed.items()}

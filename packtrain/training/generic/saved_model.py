@@ -37,9 +37,9 @@ def save(
     metadata  more keys; general.architecture is `packtrain-model` unless given
     Raises GGUFError for what the format cannot hold, OSError.
     """
-    given = {"general.architecture": ARCHITECTURE, **(metadata or {})}
+    entries = {"general.architecture": ARCHITECTURE, **(metadata or {})}
     tensors = {name: Deferred.of(values.__getitem__, name) for name in values}
-    write(path, {key: _value(key, value) for key, value in given.items()}, tensors)
+    write(path, {key: _value(key, value) for key, value in entries.items()}, tensors)
 
 
 def load(path: str | Path) -> Loaded:

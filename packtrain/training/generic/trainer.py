@@ -76,13 +76,13 @@ class Trainer:
         _check(optimizer, order=(order, ORDERS), device=(device, tuple(DEVICES)))
         if not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 63:
             raise InputError(f"seed={seed!r} must be a whole number from 0 to 2**63 - 1")
-        asked = Asked(model, evaluated, batch, physical, max_norm, order)
+        request = Asked(model, evaluated, batch, physical, max_norm, order)
         limit = math.inf if memory is None else parse_size(str(memory), "memory")
-        own = optimizer.kernels if optimizer else ()
-        kernels.load_all((*kernels.LEARNING, *kernels.OF_OPS, *own))
+        optimizer_kernels = optimizer.kernels if optimizer else ()
+        kernels.load_all((*kernels.LEARNING, *kernels.OF_OPS, *optimizer_kernels))
         settle()  # now the memory of kernels is part of the baseline
         self.baseline = private_nbytes() + beside
-        self.form: Form = choose(asked, optimizer, target_of(device), limit, self.baseline)
+        self.form: Form = choose(request, optimizer, target_of(device), limit, self.baseline)
         self.seed, self.inputs, self.say, self.done = seed, inputs, on_message, 0
         self._bad = self._summed = 0
         self._before: Turn | None = None  # the last step, if its gradients are still there
@@ -106,8 +106,8 @@ class Trainer:
                 value = initial(leaf, self.seed)
             else:
                 raise InputError(f"values must have {name}: weights of {leaf.dtype} are not drawn")
-            given = value.dtype.kind == "f" and value.shape == leaf.shape
-            if given and leaf.dtype in WRITABLE and leaf.dtype != f32:
+            is_float = value.dtype.kind == "f" and value.shape == leaf.shape
+            if is_float and leaf.dtype in WRITABLE and leaf.dtype != f32:
                 value = quantize(value, leaf.dtype)
             self.session.set({name: value})
 
@@ -204,21 +204,21 @@ class Trainer:
             for part, at in starts
         ]
         rounding = np.array([self.seed, number], np.int64)
-        wanted = any(ROUNDING in run.inputs for run in self.run.values())
-        turn = Turn(self.run, parts, {ROUNDING: rounding} if wanted else {}, self._before)
+        needs_rounding = any(ROUNDING in run.inputs for run in self.run.values())
+        turn = Turn(self.run, parts, {ROUNDING: rounding} if needs_rounding else {}, self._before)
         self._before = None
-        got = self.optimizer.drive(turn, number, self.lr)
+        outputs = self.optimizer.drive(turn, number, self.lr)
         self._before = turn if self.optimizer.evaluations > 1 else None
         self.done = number
         try:
-            self._bad, bad = judged(got, turn, self._bad)
+            self._bad, bad = judged(outputs, turn, self._bad)
         except NotFinite as error:
             raise NotFinite(f"step {number}: {error}") from None
         if turn.note:
             self.say(f"step {number}: {turn.note}")
         if bad:
             self.say(f"step {number} skipped, its loss or gradient is not finite: {bad}")
-        return Stepped(tuple(turn.outputs), float(got["squares"]) ** 0.5, turn.evaluations)
+        return Stepped(tuple(turn.outputs), float(outputs["squares"]) ** 0.5, turn.evaluations)
 
     def check_finite(self) -> None:
         """Raise NotFinite if the last step was skipped, because its loss or gradient was not finite."""
@@ -229,9 +229,9 @@ class Trainer:
 
     def _given(self, graph: str, batch: Arrays, number: int) -> dict[str, Any]:
         """The inputs of a graph: those columns that it reads, and what is not data."""
-        wanted = self.run[graph].inputs
-        given = {**batch, **self.inputs(number)}
-        return {name: value for name, value in given.items() if name in wanted}
+        input_names = self.run[graph].inputs
+        candidates = {**batch, **self.inputs(number)}
+        return {name: value for name, value in candidates.items() if name in input_names}
 
     def change(self, optimizer: Optimizer) -> None:
         """Go on with other numbers, such as another weight decay. Raises InputError if that needs another plan."""

@@ -130,14 +130,16 @@ def running_mean(values: np.ndarray, half: int) -> np.ndarray:
     return np.asarray((sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1))
 
 
-def round_ticks(low: float, high: float, most: int, least: float) -> tuple[list[float], int]:
-    """Multiples of 1, 2 or 5 times a power of ten from low to high, at most `most` steps of `least` or more.
+def round_ticks(
+    low: float, high: float, max_steps: int, min_step: float
+) -> tuple[list[float], int]:
+    """Multiples of 1, 2 or 5 times a power of ten from low to high, at most `max_steps` steps of `min_step` or more.
 
     Also the decimals that their labels need.
     """
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= most)
-    step = max(step, least)
+    power = 10.0 ** math.floor(math.log10((high - low) / max_steps))
+    step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= max_steps)
+    step = max(step, min_step)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)], decimals
 

@@ -72,10 +72,10 @@ class History:
         for line in self._metrics.new():
             self._add(parsed(line), version)
         for line in self._samples.new():
-            found = parsed(line)
-            if found is not None and isinstance(found.get("text"), str):
-                step = numbers(found).get("step", math.nan)
-                text = printed(found["text"])
+            record = parsed(line)
+            if record is not None and isinstance(record.get("text"), str):
+                step = numbers(record).get("step", math.nan)
+                text = printed(record["text"])
                 self.samples.append({"step": step if math.isfinite(step) else None, "text": text})
                 self.samples_version = version
         seen = modified(self.folder / ABOUT), modified(self.folder / SETTINGS)
@@ -88,26 +88,26 @@ class History:
         if record is None:
             self.damaged += 1
             return
-        found = numbers(record)
+        values = numbers(record)
         if record.get("event") == "end":
-            self.end = found
+            self.end = values
             return
-        step = found.get("step", math.nan)
+        step = values.get("step", math.nan)
         if not math.isfinite(step):
             self.damaged += 1
             return
         self.step, self.end = int(step), None
-        if "loss" in found:
-            loss = found["loss"]
-            found |= {"low": loss, "high": loss, "bad": 0.0 if math.isfinite(loss) else 1.0}
-            self.train.add(found, version)
+        if "loss" in values:
+            loss = values["loss"]
+            values |= {"low": loss, "high": loss, "bad": 0.0 if math.isfinite(loss) else 1.0}
+            self.train.add(values, version)
             self.best = lower(self.best, loss, self.step)
-            speed = found.get("positions_per_second", 0.0)  # 0 in a fit of datapoints
-            self.computed += speed * (found.get("seconds", 0.0) - self.now.get("seconds", 0.0))
-        if "val_loss" in found:
-            self.valid.add(found, version)
-            self.best_valid = lower(self.best_valid, found["val_loss"], self.step)
-        self.now = self.now | found
+            speed = values.get("positions_per_second", 0.0)  # 0 in a fit of datapoints
+            self.computed += speed * (values.get("seconds", 0.0) - self.now.get("seconds", 0.0))
+        if "val_loss" in values:
+            self.valid.add(values, version)
+            self.best_valid = lower(self.best_valid, values["val_loss"], self.step)
+        self.now = self.now | values
 
     # ---- figures
 
@@ -121,8 +121,8 @@ class History:
         quiet = time.time() - self.changed
         if self.end is not None:
             # after its last step, finetune merges, and then writes the Modelfile
-            begun, merged = (modified(self.folder / name) for name in (SETTINGS, MODELFILE))
-            if "merge" not in self.settings or merged >= begun:
+            started_at, merged_at = (modified(self.folder / name) for name in (SETTINGS, MODELFILE))
+            if "merge" not in self.settings or merged_at >= started_at:
                 return "done"
             return "unmerged" if quiet > QUIET_MERGE else "running"
         if not math.isfinite(self.now.get("loss", 0.0)):
@@ -132,10 +132,10 @@ class History:
 
     def figures(self) -> dict[str, Any]:
         """The row of a table: plain data, None where unknown."""
-        now, end, known = self.now, self.end or {}, self.about.get
-        seconds, steps = now.get("seconds"), known("steps")
+        now, end, lookup = self.now, self.end or {}, self.about.get
+        seconds, steps = now.get("seconds"), lookup("steps")
         tokens = self.computed or now.get("tokens")
-        found = {
+        row = {
             "name": self.name,
             "state": self.state(),
             "step": self.step,
@@ -151,13 +151,13 @@ class History:
             "seconds": seconds,
             "left": seconds / self.step * (steps - self.step) if seconds and steps and self.step else None,
             "changed": self.changed,
-            "planned_bytes": end.get("planned_bytes", known("planned_bytes")),
+            "planned_bytes": end.get("planned_bytes", lookup("planned_bytes")),
             "peak_bytes": end.get("peak_bytes"),
             "damaged": self.damaged,
         }  # fmt: skip
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in found.items()
+            for key, value in row.items()
         }
 
 
@@ -168,15 +168,15 @@ def lower(best: tuple[float, int], loss: float, step: int) -> tuple[float, int]:
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record. A fit counts datapoints where others count tokens."""
-    found = {
+    values = {
         key.replace("datapoints", "tokens"): float(value)
         for key, value in record.items()
         if isinstance(value, int | float) and not (isinstance(value, int) and abs(value) >> 62)
     }
-    step = found.get("step", math.nan)
+    step = values.get("step", math.nan)
     if not 0 <= step < 1 << 62:
-        found.pop("step", None)
-    return found
+        values.pop("step", None)
+    return values
 
 
 def modified(path: Path) -> int:
@@ -190,29 +190,29 @@ def modified(path: Path) -> int:
 def about(path: Path) -> dict[str, Any]:
     """What a run wrote of itself when it began; empty if it is missing or damaged."""
     try:
-        found = parsed(text_of(path).encode() + b"\n") or {}
+        record = parsed(text_of(path).encode() + b"\n") or {}
     except OSError:
         return {}
-    whole = ("steps", "planned_bytes", "budget_bytes")
-    kept = {name: found[name] for name in whole if isinstance(found.get(name), int)}
-    rows = found.get("rows")
+    int_fields = ("steps", "planned_bytes", "budget_bytes")
+    int_values = {name: record[name] for name in int_fields if isinstance(record.get(name), int)}
+    rows = record.get("rows")
     listed = [
         [printed(str(row[0])), int(row[1]), printed(str(row[2]))]
         for row in (rows if isinstance(rows, list) else ())
         if isinstance(row, list) and len(row) == 3 and isinstance(row[1], int)
     ]
-    return {**kept, "title": printed(str(found.get("title", ""))), "rows": listed}
+    return {**int_values, "title": printed(str(record.get("title", ""))), "rows": listed}
 
 
 def settings(path: Path) -> dict[str, str]:
     """The settings of a run by name, as text; empty if they are missing or damaged."""
     try:
-        found = yaml().safe_load(text_of(path))
+        loaded = yaml().safe_load(text_of(path))
     except (OSError, ValueError, RecursionError, yaml().YAMLError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(loaded, dict):
         return {}
-    return {printed(str(k)): shown(v) for k, v in found.items() if k not in HIDDEN}
+    return {printed(str(k)): shown(v) for k, v in loaded.items() if k not in HIDDEN}
 
 
 def text_of(path: Path) -> str:

@@ -36,11 +36,11 @@ class Lines:
 
     def _rest(self, file: BinaryIO) -> Iterator[bytes]:
         about = os.fstat(file.fileno())
-        same = about.st_dev, about.st_ino
+        file_key = about.st_dev, about.st_ino
         head = file.read(len(self._head))
-        if self._at and (same != self._same or about.st_size < self._at or head != self._head):
+        if self._at and (file_key != self._same or about.st_size < self._at or head != self._head):
             self._forget()
-        self._same = same
+        self._same = file_key
         file.seek(self._at)
         while line := file.readline(LONGEST):
             if not line.endswith(b"\n") and len(line) < LONGEST:

@@ -13,23 +13,23 @@ Join = Callable[
 ]  # a value with its count, and the later one with its own
 
 
-def mean(a: float, count: int, b: float, more: int) -> float:
-    return (a * count + b * more) / (count + more)
+def mean(a: float, count: int, b: float, new_count: int) -> float:
+    return (a * count + b * new_count) / (count + new_count)
 
 
-def last(a: float, count: int, b: float, more: int) -> float:
+def last(a: float, count: int, b: float, new_count: int) -> float:
     return b
 
 
-def least(a: float, count: int, b: float, more: int) -> float:
+def least(a: float, count: int, b: float, new_count: int) -> float:
     return min(a, b)
 
 
-def most(a: float, count: int, b: float, more: int) -> float:
+def most(a: float, count: int, b: float, new_count: int) -> float:
     return max(a, b)
 
 
-def total(a: float, count: int, b: float, more: int) -> float:
+def total(a: float, count: int, b: float, new_count: int) -> float:
     return a + b
 
 
@@ -76,11 +76,15 @@ class Series:
         self.width *= 2
 
     def _join(self, at: int, values: list[float], counts: list[int]) -> None:
-        row, there = self._rows[at], self._counts[at]
+        row, row_counts = self._rows[at], self._counts[at]
         for k, join in enumerate(self._joins):
             if counts[k]:
-                row[k] = join(row[k], there[k], values[k], counts[k]) if there[k] else values[k]
-                there[k] += counts[k]
+                row[k] = (
+                    join(row[k], row_counts[k], values[k], counts[k])
+                    if row_counts[k]
+                    else values[k]
+                )
+                row_counts[k] += counts[k]
 
     def since(self, version: int) -> tuple[int, dict[str, list[float | None]]]:
         """The first row that is later than a version, and the columns from there on; None is not finite."""

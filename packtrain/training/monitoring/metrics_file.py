@@ -49,11 +49,11 @@ class Metrics:
 
 def _line(record: Mapping[str, Any]) -> str:
     ordered = {key: record[key] for key in FIRST_KEYS if key in record} | dict(record)
-    plain = {
+    json_record = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in ordered.items()
     }
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return json.dumps(json_record, allow_nan=False) + "\n"
 
 
 def _cut(path: Path, after: int) -> None:

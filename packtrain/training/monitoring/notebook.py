@@ -123,13 +123,13 @@ class Library(Callbacks):
             self._line.step(record, peak_nbytes)
 
     @contextmanager
-    def counting(self, what: str, part: str) -> Iterator[Counted]:
+    def counting(self, title: str, part: str) -> Iterator[Counted]:
         show = display()
         if show is None or self.on_progress is not None:
-            with super().counting(what, part) as count:
+            with super().counting(title, part) as count:
                 yield count
             return
-        with Count(sys.stdout, what, part, lambda total: Bar(show, total)) as count:
+        with Count(sys.stdout, title, part, lambda total: Bar(show, total)) as count:
             yield count
 
     @contextmanager
@@ -188,16 +188,18 @@ def _records(data: Any, name: str) -> Iterator[dict[str, Any]]:
             )
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, location: str) -> Any:
     """A value as JSON has it; a missing cell of a DataFrame is null."""
     if hasattr(value, "tolist"):  # NumPy's
         value = value.tolist()
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, where) for key, item in value.items()}
+        return {str(key): _plain(item, location) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, where) for item in value]
+        return [_plain(item, location) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise InputError(f"{where} has a {type(value).__name__}; values are texts, numbers and lists")
+    raise InputError(
+        f"{location} has a {type(value).__name__}; values are texts, numbers and lists"
+    )

@@ -82,7 +82,7 @@ class Board:
         self.refresh()
         if session != self.session or since > self.version:
             since = 0
-        one = len(self.runs) == 1 and self.peak is not None
+        is_single_run = len(self.runs) == 1 and self.peak is not None
         return {
             "session": self.session,
             "version": self.version,
@@ -91,7 +91,9 @@ class Board:
             "live": self.peak is not None,
             "now": time.time(),
             "differing": differing(self.runs.values()),
-            "memory": {"now": private_nbytes(), "peak": self.peak()} if one and self.peak else None,
+            "memory": {"now": private_nbytes(), "peak": self.peak()}
+            if is_single_run and self.peak
+            else None,
             "doing": self.doing,
             "end": self.end,
             "messages": list(self.messages)
@@ -106,16 +108,16 @@ class Board:
         ).encode()
 
     def _changes(self, run: History, since: int) -> dict[str, Any]:
-        found: dict[str, Any] = run.figures()
+        changes: dict[str, Any] = run.figures()
         if self.peak is not None:
-            found["state"] = (
+            changes["state"] = (
                 self.end[0] if self.end else "running" if run.end is None else "finishing"
             )
         for name, series in (("train", run.train), ("valid", run.valid)):
             first, columns = series.since(since)
-            found[name] = {"from": first, "width": series.width, "columns": columns}
+            changes[name] = {"from": first, "width": series.width, "columns": columns}
         if run.settings_version > since:
-            found |= {"settings": run.settings, "about": run.about}
+            changes |= {"settings": run.settings, "about": run.about}
         if run.samples_version > since or not since:
-            found["samples"] = list(run.samples)
-        return found
+            changes["samples"] = list(run.samples)
+        return changes

@@ -112,11 +112,12 @@ def validation_text(record: Mapping[str, Any]) -> str:
 
 def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
     """`margin 0.213, chosen 84 %`: means over the last steps; empty for a loss of tokens."""
-    found = [r for r in records if "rewards_margin" in r]
-    if not found:
+    pair_records = [r for r in records if "rewards_margin" in r]
+    if not pair_records:
         return ""
     margin, hits = (
-        statistics.fmean(r[f"rewards_{what}"] for r in found) for what in ("margin", "accuracy")
+        statistics.fmean(r[f"rewards_{metric}"] for r in pair_records)
+        for metric in ("margin", "accuracy")
     )
     return f"margin {margin:.3f}, chosen {100 * hits:.0f} %"
 

@@ -47,8 +47,8 @@ class Bar:
 
 def fitting(parts: Sequence[str], columns: int) -> str:
     """A line of as many whole parts as fit; always the first one."""
-    line, *others = filter(None, parts)
-    for part in others:
+    line, *optional_parts = filter(None, parts)
+    for part in optional_parts:
         longer = f"{line}  {part}"
         if len(longer) > columns:
             break

@@ -20,23 +20,23 @@ HOUR, DAY = 3600, 86400
 
 def find(root: Path) -> dict[str, Path]:
     """The folders below `root`, and itself, that have a run's metrics or settings, by their paths from there."""
-    found = {}
+    folders = {}
     for folder, inner, files in os.walk(root):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         if METRICS in files or SETTINGS in files:
             path = Path(folder)
             name = path.relative_to(root).as_posix() if path != root else path.resolve().name
-            found[name.encode(errors="replace").decode()] = path
-    return found
+            folders[name.encode(errors="replace").decode()] = path
+    return folders
 
 
 def differing(runs: Iterable[History]) -> list[str]:
     """The settings in which runs differ that have any."""
-    known = [run.settings for run in runs if run.settings]
-    names = dict.fromkeys(name for settings in known for name in settings)
+    settings_list = [run.settings for run in runs if run.settings]
+    names = dict.fromkeys(name for settings in settings_list for name in settings)
     return [
         name for name in names
-        if name not in ALONE and len({settings.get(name, "") for settings in known}) > 1
+        if name not in ALONE and len({settings.get(name, "") for settings in settings_list}) > 1
     ]  # fmt: skip
 
 
@@ -49,17 +49,17 @@ def rows(runs: Sequence[History]) -> list[dict[str, Any]]:
     ]
 
 
-def lines(found: Sequence[dict[str, Any]], width: float = math.inf) -> Iterator[str]:
+def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterator[str]:
     """The table as text; numbers stand to the right. Columns beyond the width are named below it."""
-    differ = list(found[0]["settings"]) if found else []
+    differ = list(run_rows[0]["settings"]) if run_rows else []
     heads = [
         *["run", "state", "step", "learnt", "loss", "best", "val", "best", "tokens/s", "time"],
         "last record",
     ]
-    cells = [[*heads, *differ], *(_cells(row, differ) for row in found)]
+    cells = [[*heads, *differ], *(_cells(row, differ) for row in run_rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
-    ends = itertools.accumulate(widths, lambda end, wide: end + 2 + wide)
-    count = max(sum(end <= width for end in ends), 2)
+    column_ends = itertools.accumulate(widths, lambda end, wide: end + 2 + wide)
+    count = max(sum(end <= width for end in column_ends), 2)
     for row in cells:
         shown = [
             cell.rjust(wide) if 2 <= k < len(heads) else cell.ljust(wide)
@@ -71,9 +71,9 @@ def lines(found: Sequence[dict[str, Any]], width: float = math.inf) -> Iterator[
 
 
 def _cells(row: dict[str, Any], differ: Sequence[str]) -> list[str]:
-    of = f"/{row['steps']:,}" if row["steps"] else ""
+    of_total = f"/{row['steps']:,}" if row["steps"] else ""
     figures = [
-        f"{row['step']:,}{of}",
+        f"{row['step']:,}{of_total}",
         _text(row["tokens"], "{:,.0f}".format),
         *(_text(row[key], "{:.4f}".format) for key in ("loss", "best_loss", "val_loss", "best_val_loss")),
         _text(row["tokens_per_second"], "{:,.0f}".format),

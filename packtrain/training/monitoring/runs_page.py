@@ -39,12 +39,12 @@ def scriptless_page(title: str, body: str, more_style: str) -> str:
     )
 
 
-def _page(data: str, more: str) -> tuple[str, str]:
+def _page(data: str, extra_policy: str) -> tuple[str, str]:
     style, script = _asset("page.css"), _asset("page.js")
     policy = (
         f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}';"
         f" script-src '{_seal(script)}'"
-    ) + (f"; {more}" if more else "")
+    ) + (f"; {extra_policy}" if extra_policy else "")
     text = _asset("page.html")
     parts = {"policy": policy, "style": style, "data": data, "script": script}
     for name, part in parts.items():

@@ -27,18 +27,18 @@ def here(x: Any) -> bool:
 def late(module: str, name: str) -> Callable[..., Any]:
     """A kernel of a module of this package, which is imported at its first call."""
 
-    def run(*given: Any, **attrs: Any) -> Any:
-        return getattr(import_module(f"{__name__}.{module}"), name)(*given, **attrs)
+    def run(*args: Any, **attrs: Any) -> Any:
+        return getattr(import_module(f"{__name__}.{module}"), name)(*args, **attrs)
 
     return run
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel of Triton on the device of its first argument; tensors without values (`meta`) only show what a
     function makes beside it."""
-    if not given[0].is_meta and all(grid):
-        with import_module("torch").cuda.device_of(given[0]):
-            kernel[grid](*given, **constants)
+    if not args[0].is_meta and all(grid):
+        with import_module("torch").cuda.device_of(args[0]):
+            kernel[grid](*args, **constants)
 
 
 def power_of_two(n: int) -> int:

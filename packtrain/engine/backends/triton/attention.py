@@ -33,32 +33,32 @@ def seen(
     PLACED: tl.constexpr, APART: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Which keys (columns) which queries (rows) of a batch see."""
-    there = (rows < queries)[:, None] & (columns < keys)[None, :]
+    mask = (rows < queries)[:, None] & (columns < keys)[None, :]
     if PLACED:
         at_q = tl.load(q_pos + batch * queries + rows, mask=rows < queries, other=0)
         at_k = tl.load(k_pos + batch * keys + columns, mask=columns < keys, other=0)
     else:
         at_q, at_k = rows, columns
-    there &= at_k[None, :] <= at_q[:, None]
+    mask &= at_k[None, :] <= at_q[:, None]
     if window > 0:
-        there &= at_q[:, None].to(tl.int64) - at_k[None, :] < window
+        mask &= at_q[:, None].to(tl.int64) - at_k[None, :] < window
     if window < 0:
-        there &= at_k[None, :] >= (at_q // -window * -window)[:, None]
+        mask &= at_k[None, :] >= (at_q // -window * -window)[:, None]
     if APART:
         of_q = tl.load(q_seq + batch * queries + rows, mask=rows < queries, other=0)
         of_k = tl.load(k_seq + batch * keys + columns, mask=columns < keys, other=0)
-        there &= of_q[:, None] == of_k[None, :]
+        mask &= of_q[:, None] == of_k[None, :]
     if LIMITED:
-        there &= (columns < tl.load(length))[None, :]
-    return there
+        mask &= (columns < tl.load(length))[None, :]
+    return mask
 
 
 @triton.jit
 def read(x, rows, columns, count, width, step):
     """A block of rows (N, D), 0 where there is nothing, in f32."""
-    here = (rows < count)[:, None] & (columns < width)[None, :]
+    mask = (rows < count)[:, None] & (columns < width)[None, :]
     return tl.load(
-        x + rows.to(tl.int64)[:, None] * step + columns[None, :], mask=here, other=0.0
+        x + rows.to(tl.int64)[:, None] * step + columns[None, :], mask=mask, other=0.0
     ).to(tl.float32)
 
 
@@ -77,14 +77,14 @@ def across(
 
 
 @triton.jit
-def scored(products, there, scale, softcap, CAPPED: tl.constexpr):
+def scored(products, mask, scale, softcap, CAPPED: tl.constexpr):
     """Scores (queries, keys), -inf where hidden, and their slope by the products where there is a cap."""
     z = products * scale
     slope = z
     if CAPPED:
         t = 1 - 2 / (tl.exp(2 * z / softcap) + 1)
         z, slope = softcap * t, 1 - t * t
-    return tl.where(there, z, -float("inf")), slope
+    return tl.where(mask, z, -float("inf")), slope
 
 
 @triton.jit
@@ -107,33 +107,34 @@ def _attend(
 ):  # fmt: skip
     batch, rows, d, at, line = of_queries(queries, heads, width, M, D)
     head = tl.program_id(1) % heads
-    own = (batch * keys * kv + head // (heads // kv)) * width
+    kv_offset = (batch * keys * kv + head // (heads // kv)) * width
     top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
     if SUNK:
         sink = tl.load(sinks + head)
         total += (sink > -float("inf")).to(tl.float32)
         top = tl.zeros((M,), tl.float32) + sink
-    made = tl.zeros((M, D), tl.float32)
+    output = tl.zeros((M, D), tl.float32)
     last = keys if PLACED else tl.minimum(keys, (tl.program_id(0) + 1) * M)
     for start in range(0, last, N):
         columns = start + tl.arange(0, N)
-        there = seen(
+        mask = seen(
             batch, rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
         )  # fmt: skip
-        if tl.max(there.to(tl.int32)) > 0:
+        if tl.max(mask.to(tl.int32)) > 0:
             products = across(
-                q + at, k + own, rows, columns, queries, keys, width, heads * width, kv * width, M, N, D, PRECISION
+                q + at, k + kv_offset, rows, columns, queries, keys, width, heads * width, kv * width,
+                M, N, D, PRECISION
             )  # fmt: skip
-            z, _ = scored(products, there, scale, softcap, CAPPED)
+            z, _ = scored(products, mask, scale, softcap, CAPPED)
             higher = tl.maximum(top, tl.max(z, 1))
             safe = tl.where(higher == -float("inf"), 0.0, higher)
             e, fade = tl.exp(z - safe[:, None]), tl.exp(top - safe)
             total = total * fade + tl.sum(e, 1)
-            value = read(v + own, columns, d, keys, width, kv * width)
-            made = made * fade[:, None] + tl.dot(e, value, input_precision=PRECISION)
+            value = read(v + kv_offset, columns, d, keys, width, kv * width)
+            output = output * fade[:, None] + tl.dot(e, value, input_precision=PRECISION)
             top = higher
     _finish(
-        y + at, lse + line, made, top, total, rows, d, queries, width, heads * width
+        y + at, lse + line, output, top, total, rows, d, queries, width, heads * width
     )  # fmt: skip
 
 
@@ -155,8 +156,22 @@ def tiles(width):
 def attention(out, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, *, scale, window, softcap):
     (b, queries, heads, width), (keys, kv) = q.shape, k.shape[1:3]
     m, n, d, warps = tiles(width)
-    where = (q if t is None else t for t in (q_pos, k_pos, q_seq, k_seq, length, sinks))
+    optional_inputs = (q if t is None else t for t in (q_pos, k_pos, q_seq, k_seq, length, sinks))
     sizes = queries, keys, heads, kv, width, scale, float(softcap), window
     flags = flags_of(q_pos, q_seq, length, softcap) | {"SUNK": sinks is not None} | FACTORS
     grid = blocks(queries, m), b * heads
-    launch(_attend, grid, *out, q, k, v, *where, *sizes, **flags, M=m, N=n, D=d, num_warps=warps)
+    launch(
+        _attend,
+        grid,
+        *out,
+        q,
+        k,
+        v,
+        *optional_inputs,
+        *sizes,
+        **flags,
+        M=m,
+        N=n,
+        D=d,
+        num_warps=warps,
+    )

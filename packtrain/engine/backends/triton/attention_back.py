@@ -28,17 +28,17 @@ def _along(sums, dy, y, queries, heads, width, M: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def _slopes(
-    q, k, v, dy, sums, lse, rows, columns, there, queries, keys, heads, kv, width, scale, softcap,
+    q, k, v, dy, sums, lse, rows, columns, mask, queries, keys, heads, kv, width, scale, softcap,
     CAPPED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Probabilities (queries, keys), and gradients of the products of queries and keys."""
     sizes = queries, keys, width, heads * width, kv * width
     z, cap = scored(
-        across(q, k, rows, columns, *sizes, M, N, D, PRECISION), there, scale, softcap, CAPPED
+        across(q, k, rows, columns, *sizes, M, N, D, PRECISION), mask, scale, softcap, CAPPED
     )
     p = tl.exp(z - tl.load(lse + rows, mask=rows < queries, other=0.0)[:, None])
-    along = tl.load(sums + rows, mask=rows < queries, other=0.0)
-    ds = (across(dy, v, rows, columns, *sizes, M, N, D, PRECISION) - along[:, None]) * p * scale
+    row_sums = tl.load(sums + rows, mask=rows < queries, other=0.0)
+    ds = (across(dy, v, rows, columns, *sizes, M, N, D, PRECISION) - row_sums[:, None]) * p * scale
     if CAPPED:
         ds *= cap
     return p, ds
@@ -51,22 +51,22 @@ def _of_keys(
     PLACED: tl.constexpr, APART: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    batch, own = tl.program_id(1).to(tl.int64) // kv, tl.program_id(1) % kv
+    batch, kv_head = tl.program_id(1).to(tl.int64) // kv, tl.program_id(1) % kv
     columns, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
-    begin = (batch * keys * kv + own) * width
+    begin = (batch * keys * kv + kv_head) * width
     of_key, of_value = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
     first = 0 if PLACED else tl.program_id(0) * N // M * M
     for start in range(first, queries, M):
         rows = start + tl.arange(0, M)
-        there = seen(
+        mask = seen(
             batch, rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
         )  # fmt: skip
-        if tl.max(there.to(tl.int32)) > 0:
-            for head in range(own * (heads // kv), (own + 1) * (heads // kv)):
+        if tl.max(mask.to(tl.int32)) > 0:
+            for head in range(kv_head * (heads // kv), (kv_head + 1) * (heads // kv)):
                 at = (batch * queries * heads + head) * width
                 line = (batch * heads + head) * queries
                 p, ds = _slopes(
-                    q + at, k + begin, v + begin, dy + at, sums + line, lse + line, rows, columns, there,
+                    q + at, k + begin, v + begin, dy + at, sums + line, lse + line, rows, columns, mask,
                     queries, keys, heads, kv, width, scale, softcap, CAPPED, M, N, D, PRECISION,
                 )  # fmt: skip
                 slope = read(dy + at, rows, d, queries, width, heads * width)
@@ -74,9 +74,9 @@ def _of_keys(
                 query = read(q + at, rows, d, queries, width, heads * width)
                 of_key += tl.dot(tl.trans(ds), query, input_precision=PRECISION)
     to = begin + columns.to(tl.int64)[:, None] * (kv * width) + d[None, :]
-    here = (columns < keys)[:, None] & (d < width)[None, :]
-    tl.store(dk + to, of_key, mask=here)
-    tl.store(dv + to, of_value, mask=here)
+    store_mask = (columns < keys)[:, None] & (d < width)[None, :]
+    tl.store(dk + to, of_key, mask=store_mask)
+    tl.store(dv + to, of_value, mask=store_mask)
 
 
 @triton.jit
@@ -89,22 +89,22 @@ def _of_queries(
     batch, rows, d, at, line = of_queries(queries, heads, width, M, D)
     head = tl.program_id(1) % heads
     begin = (batch * keys * kv + head // (heads // kv)) * width
-    made = tl.zeros((M, D), tl.float32)
+    of_query = tl.zeros((M, D), tl.float32)
     last = keys if PLACED else tl.minimum(keys, (tl.program_id(0) + 1) * M)
     for start in range(0, last, N):
         columns = start + tl.arange(0, N)
-        there = seen(
+        mask = seen(
             batch, rows, columns, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, PLACED, APART, LIMITED
         )  # fmt: skip
-        if tl.max(there.to(tl.int32)) > 0:
+        if tl.max(mask.to(tl.int32)) > 0:
             _, ds = _slopes(
-                q + at, k + begin, v + begin, dy + at, sums + line, lse + line, rows, columns, there,
+                q + at, k + begin, v + begin, dy + at, sums + line, lse + line, rows, columns, mask,
                 queries, keys, heads, kv, width, scale, softcap, CAPPED, M, N, D, PRECISION,
             )  # fmt: skip
             key = read(k + begin, columns, d, keys, width, kv * width)
-            made += tl.dot(ds, key, input_precision=PRECISION)
+            of_query += tl.dot(ds, key, input_precision=PRECISION)
     to = dq + at + rows.to(tl.int64)[:, None] * (heads * width) + d[None, :]
-    tl.store(to, made, mask=(rows < queries)[:, None] & (d < width)[None, :])
+    tl.store(to, of_query, mask=(rows < queries)[:, None] & (d < width)[None, :])
 
 
 def attention_back(
@@ -116,10 +116,10 @@ def attention_back(
     sums = torch.empty((b, heads, queries), dtype=torch.float32, device=q.device)
     by_query = blocks(queries, m), b * heads
     launch(_along, by_query, sums, dy, y, queries, heads, width, M=m, D=d)
-    where = [q if t is None else t for t in (q_pos, k_pos, q_seq, k_seq, length)]
+    optional_inputs = [q if t is None else t for t in (q_pos, k_pos, q_seq, k_seq, length)]
     sizes = queries, keys, heads, kv, width, scale, float(softcap), window
-    given = dy, lse, sums, q, k, v, *where, *sizes
-    how = flags_of(q_pos, q_seq, length, softcap) | FACTORS | {"D": d, "num_warps": warps}
+    kernel_args = dy, lse, sums, q, k, v, *optional_inputs, *sizes
+    options = flags_of(q_pos, q_seq, length, softcap) | FACTORS | {"D": d, "num_warps": warps}
     dq, dk, dv = out
-    launch(_of_keys, (blocks(keys, m), b * kv), dk, dv, *given, **how, M=n, N=m)
-    launch(_of_queries, by_query, dq, *given, **how, M=m, N=n)
+    launch(_of_keys, (blocks(keys, m), b * kv), dk, dv, *kernel_args, **options, M=n, N=m)
+    launch(_of_queries, by_query, dq, *kernel_args, **options, M=m, N=n)

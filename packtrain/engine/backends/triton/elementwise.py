@@ -24,20 +24,20 @@ def _activated(x, TANH: tl.constexpr):
 @triton.jit
 def _gated(y, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < n
-    f, _ = _activated(tl.load(gate + at, mask=here, other=0.0), TANH)
-    tl.store(y + at, f * tl.load(up + at, mask=here, other=0.0), mask=here)
+    mask = at < n
+    f, _ = _activated(tl.load(gate + at, mask=mask, other=0.0), TANH)
+    tl.store(y + at, f * tl.load(up + at, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
 def _gated_back(dgate, dup, dy, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < n
-    f, slope = _activated(tl.load(gate + at, mask=here, other=0.0), TANH)
-    d = tl.load(dy + at, mask=here, other=0.0)
-    of_gate = d * tl.load(up + at, mask=here, other=0.0) * slope
-    tl.store(dgate + at, of_gate, mask=here)
-    tl.store(dup + at, d * f, mask=here)
+    mask = at < n
+    f, slope = _activated(tl.load(gate + at, mask=mask, other=0.0), TANH)
+    d = tl.load(dy + at, mask=mask, other=0.0)
+    of_gate = d * tl.load(up + at, mask=mask, other=0.0) * slope
+    tl.store(dgate + at, of_gate, mask=mask)
+    tl.store(dup + at, d * f, mask=mask)
 
 
 @triton.jit
@@ -47,23 +47,23 @@ def _turned(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here, head, i = at < heads * half, at // half, at % half
+    mask, head, i = at < heads * half, at // half, at % half
     first = row * heads * width + head * width + (i if NEOX else 2 * i)
     second = first + (half if NEOX else 1)
-    cos = tl.load(table + row * half * 2 + 2 * i, mask=here, other=0.0)
-    sin = tl.load(table + row * half * 2 + 2 * i + 1, mask=here, other=0.0)
+    cos = tl.load(table + row * half * 2 + 2 * i, mask=mask, other=0.0)
+    sin = tl.load(table + row * half * 2 + 2 * i + 1, mask=mask, other=0.0)
     sin = -sin if INVERSE else sin
-    a, b = tl.load(x + first, mask=here, other=0.0), tl.load(x + second, mask=here, other=0.0)
-    tl.store(y + first, a * cos - b * sin, mask=here)
-    tl.store(y + second, a * sin + b * cos, mask=here)
+    a, b = tl.load(x + first, mask=mask, other=0.0), tl.load(x + second, mask=mask, other=0.0)
+    tl.store(y + first, a * cos - b * sin, mask=mask)
+    tl.store(y + second, a * sin + b * cos, mask=mask)
     if REST:
         left = width - 2 * half
         for start in range(tl.program_id(1) * BLOCK, heads * left, tl.num_programs(1) * BLOCK):
             at = start + tl.arange(0, BLOCK)
-            there = row * heads * width + at // left * width + 2 * half + at % left
+            rest_offsets = row * heads * width + at // left * width + 2 * half + at % left
             tl.store(
-                y + there,
-                tl.load(x + there, mask=at < heads * left, other=0.0),
+                y + rest_offsets,
+                tl.load(x + rest_offsets, mask=at < heads * left, other=0.0),
                 mask=at < heads * left,
             )
 
@@ -116,5 +116,5 @@ def geglu_back(out, dy, gate, up):
 def rope(y, x, table, *, neox, inverse):
     (heads, width), half = x.shape[-2:], table.shape[-2]
     rows = x.numel() // max(heads * width, 1)
-    how = {"NEOX": neox, "INVERSE": inverse, "REST": width > 2 * half, "BLOCK": 256}
-    launch(_turned, (rows, blocks(heads * half, 256)), y, x, table, heads, width, half, **how)
+    options = {"NEOX": neox, "INVERSE": inverse, "REST": width > 2 * half, "BLOCK": 256}
+    launch(_turned, (rows, blocks(heads * half, 256)), y, x, table, heads, width, half, **options)

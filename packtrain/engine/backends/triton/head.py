@@ -11,14 +11,14 @@ BLOCK = 4096
 @triton.jit
 def _logit(logits, bias, at, columns, softcap, BIASED: tl.constexpr, CAPPED: tl.constexpr):
     """Capped and uncapped, -inf beyond the last."""
-    here = at < columns
-    z = tl.load(logits + at, mask=here, other=-float("inf"))
+    mask = at < columns
+    z = tl.load(logits + at, mask=mask, other=-float("inf"))
     if BIASED:
-        z += tl.load(bias + at, mask=here, other=0.0)
-    plain = z
+        z += tl.load(bias + at, mask=mask, other=0.0)
+    uncapped = z
     if CAPPED:
-        z = tl.where(here, softcap * (1 - 2 / (tl.exp(2 * z / softcap) + 1)), -float("inf"))
-    return z, plain
+        z = tl.where(mask, softcap * (1 - 2 / (tl.exp(2 * z / softcap) + 1)), -float("inf"))
+    return z, uncapped
 
 
 @triton.jit
@@ -46,16 +46,16 @@ def _row(
     target = tl.load(targets + row)
     at, inf = tl.arange(0, BLOCK), float("inf")
     top, total = tl.full((BLOCK,), -inf, tl.float32), tl.zeros((BLOCK,), tl.float32)
-    most = tl.full((BLOCK,), -inf, tl.float32)
+    max_logits = tl.full((BLOCK,), -inf, tl.float32)
     bad = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, columns, BLOCK):
-        z, plain = _logit(logits, bias, start + at, columns, softcap, BIASED, CAPPED)
+        z, raw_logits = _logit(logits, bias, start + at, columns, softcap, BIASED, CAPPED)
         higher = tl.maximum(top, z)
         safe = tl.where(higher == -inf, 0.0, higher)
         total = total * tl.exp(top - safe) + tl.exp(z - safe)
         top = higher
-        most = tl.maximum(most, plain)
-        bad |= (plain != plain).to(tl.int32)
+        max_logits = tl.maximum(max_logits, raw_logits)
+        bad |= (raw_logits != raw_logits).to(tl.int32)
     highest = tl.max(top)
     safe = tl.where(highest == -inf, 0.0, highest)
     lse = tl.log(tl.sum(total * tl.exp(top - safe))) + safe
@@ -64,7 +64,7 @@ def _row(
     aimed, uncapped = _logit(logits, bias, aim, columns, softcap, BIASED, CAPPED)
     tl.store(losses + row, tl.where(target < 0, 0.0, lse - tl.sum(aimed)))
     if RIGHT:
-        largest = (tl.sum(uncapped) >= tl.max(most)) & (tl.max(bad) == 0)
+        largest = (tl.sum(uncapped) >= tl.max(max_logits)) & (tl.max(bad) == 0)
         tl.store(right + row, (largest & (target >= 0)).to(tl.float32))
     if BACK:
         tl.debug_barrier()
@@ -76,7 +76,7 @@ def rated(logits, losses, right, targets, weights, bias, softcap, back):
     """Losses (N,) of products (N, V) f32, and where asked which are right (N,); with `back`, gradients of the products
     take their place, and are returned."""
     rows, columns = logits.shape
-    given = (logits if t is None else t for t in (bias, losses, right, targets, weights))
+    optional_inputs = (logits if t is None else t for t in (bias, losses, right, targets, weights))
     flags = {
         "BIASED": bias is not None,
         "CAPPED": softcap > 0,
@@ -84,5 +84,7 @@ def rated(logits, losses, right, targets, weights, bias, softcap, back):
         "BACK": back,
     }
     block = min(BLOCK, power_of_two(columns))
-    launch(_row, (rows,), logits, *given, columns, softcap, **flags, BLOCK=block, num_warps=8)
+    launch(
+        _row, (rows,), logits, *optional_inputs, columns, softcap, **flags, BLOCK=block, num_warps=8
+    )
     return logits if back else None

@@ -11,23 +11,23 @@ BLOCK = 1024  # ids that are looked at at a time
 @triton.jit
 def _add(to, x, ids, count, columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """A program for each id: the first that has it adds the rows of all that do."""
-    own, at, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
-    target, here = tl.load(ids + own), column < columns
+    program, at, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    target, mask = tl.load(ids + program), column < columns
     before = 0
-    for start in range(0, own, BLOCK):
-        same = tl.load(ids + start + at, mask=start + at < own, other=-1) == target
-        before = tl.maximum(before, tl.max(same.to(tl.int32)))
+    for start in range(0, program, BLOCK):
+        is_same_id = tl.load(ids + start + at, mask=start + at < program, other=-1) == target
+        before = tl.maximum(before, tl.max(is_same_id.to(tl.int32)))
     if (target >= 0) & (before == 0):
         place = to + target.to(tl.int64) * columns + column
-        total = tl.load(place, mask=here, other=0.0)
-        for start in range(own // BLOCK * BLOCK, count, BLOCK):
-            same = tl.load(ids + start + at, mask=start + at < count, other=-1) == target
-            found = tl.where(same & (start + at >= own), at, BLOCK)
-            first = tl.min(found)
+        total = tl.load(place, mask=mask, other=0.0)
+        for start in range(program // BLOCK * BLOCK, count, BLOCK):
+            is_same_id = tl.load(ids + start + at, mask=start + at < count, other=-1) == target
+            matching_rows = tl.where(is_same_id & (start + at >= program), at, BLOCK)
+            first = tl.min(matching_rows)
             while first < BLOCK:
-                total += tl.load(x + (start + first) * columns + column, mask=here, other=0.0)
-                first = tl.min(tl.where(found > first, found, BLOCK))
-        tl.store(place, total, mask=here)
+                total += tl.load(x + (start + first) * columns + column, mask=mask, other=0.0)
+                first = tl.min(tl.where(matching_rows > first, matching_rows, BLOCK))
+        tl.store(place, total, mask=mask)
 
 
 def add_rows(to, x, ids):

@@ -93,8 +93,8 @@ def unpacked(y, x, code):
     bits everywhere; False if the type's function needs words that are not known here."""
     function = _compiled(code)
     if function is not None:
-        how = {"UNPACK": function, "BYTES": x.shape[1], "VALUES": y.shape[1], "SIZE": SIZE}
-        launch(_unpack, (blocks(len(x), SIZE),), y, x, len(x), **how, enable_fp_fusion=False)
+        options = {"UNPACK": function, "BYTES": x.shape[1], "VALUES": y.shape[1], "SIZE": SIZE}
+        launch(_unpack, (blocks(len(x), SIZE),), y, x, len(x), **options, enable_fp_fusion=False)
     return function is not None
 
 
@@ -102,24 +102,29 @@ def unpacked(y, x, code):
 def _compiled(code):
     """The function of a code with these words in place of those for compiled kernels, for Triton; None if it needs
     others."""
-    plain, found, words = code.function, dict[str, object](), ()
-    for name in plain.__code__.co_names:
-        value = plain.__globals__.get(name)
+    source_function, bindings, words = code.function, dict[str, object](), ()
+    for name in source_function.__code__.co_names:
+        value = source_function.__globals__.get(name)
         if isinstance(value, ModuleType):  # of words
-            found[name] = module = ModuleType(value.__name__)
+            bindings[name] = module = ModuleType(value.__name__)
             vars(module).update(WORDS)
             words = vars(value)["ASKED"]
         elif value is np.float32:
-            found[name] = to_floats
+            bindings[name] = to_floats
         elif hasattr(value, "function"):
-            found[name] = _compiled(value)
+            bindings[name] = _compiled(value)
         elif isinstance(value, int):
-            found[name] = tl.constexpr(value)
-        elif name in plain.__globals__ or name in words:
-            found[name] = WORDS.get(name)
-    if None in found.values():
+            bindings[name] = tl.constexpr(value)
+        elif name in source_function.__globals__ or name in words:
+            bindings[name] = WORDS.get(name)
+    if None in bindings.values():
         return None
-    names = {"__name__": plain.__module__, "__builtins__": __builtins__, "tl": tl, **found}
-    made = FunctionType(plain.__code__, names, plain.__name__)
-    made.__qualname__ = plain.__qualname__
+    names = {
+        "__name__": source_function.__module__,
+        "__builtins__": __builtins__,
+        "tl": tl,
+        **bindings,
+    }
+    made = FunctionType(source_function.__code__, names, source_function.__name__)
+    made.__qualname__ = source_function.__qualname__
     return triton.jit(made)

@@ -14,19 +14,19 @@ PARTS = 512  # sums at most that are added up last; the same on every GPU, so th
 def _adamw(w, g, m, v, hyper, gate, n, DECAY: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(gate) + tl.zeros((BLOCK,), tl.float32)
-    here = (at < n) & (factor - factor == 0)
+    mask = (at < n) & (factor - factor == 0)
     lr, beta1, beta2 = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
     eps, decay = tl.load(hyper + 3), tl.load(hyper + 4)
     c1, c2 = tl.load(hyper + 5), tl.load(hyper + 6)
-    slope = tl.load(g + at, mask=here, other=0.0) * factor
-    first = beta1 * tl.load(m + at, mask=here, other=0.0) + (1 - beta1) * slope
-    second = beta2 * tl.load(v + at, mask=here, other=0.0) + (1 - beta2) * slope * slope
-    kept = tl.load(w + at, mask=here, other=0.0)
+    slope = tl.load(g + at, mask=mask, other=0.0) * factor
+    first = beta1 * tl.load(m + at, mask=mask, other=0.0) + (1 - beta1) * slope
+    second = beta2 * tl.load(v + at, mask=mask, other=0.0) + (1 - beta2) * slope * slope
+    weight_value = tl.load(w + at, mask=mask, other=0.0)
     if DECAY:
-        kept *= 1 - lr * decay
-    tl.store(m + at, first, mask=here)
-    tl.store(v + at, second, mask=here)
-    tl.store(w + at, kept - lr * (first / c1) / (tl.sqrt(second / c2) + eps), mask=here)
+        weight_value *= 1 - lr * decay
+    tl.store(m + at, first, mask=mask)
+    tl.store(v + at, second, mask=mask)
+    tl.store(w + at, weight_value - lr * (first / c1) / (tl.sqrt(second / c2) + eps), mask=mask)
 
 
 @triton.jit
@@ -60,5 +60,5 @@ def sum_squares(y, x, acc):
     count = min(max(blocks(n, BLOCK), 1), PARTS)
     parts = torch.empty(count, dtype=torch.float64, device=x.device)
     launch(_squares, (count,), parts, x, n, BLOCK=BLOCK)
-    how = {"ADDED": acc is not None, "BLOCK": power_of_two(count)}
-    launch(_added, (1,), y, parts, x if acc is None else acc, count, **how)
+    options = {"ADDED": acc is not None, "BLOCK": power_of_two(count)}
+    launch(_added, (1,), y, parts, x if acc is None else acc, count, **options)

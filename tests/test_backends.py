@@ -201,7 +201,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("far")
     source = Path(packtrain.__file__).parent
     shutil.copytree(source, folder / "packtrain", ignore=shutil.ignore_patterns("__pycache__"))
-    there = folder / "packtrain/backends"
+    there = folder / "packtrain/engine/backends"
     (there / "far.py").write_text(FAR)
     listed, old = (there / "__init__.py").read_text(), 'DEVICES = {"cpu": "host",'
     assert listed.count(old) == 1
@@ -312,7 +312,7 @@ def test_a_second_memory_steers_the_search(folder: Path) -> None:
     """Weights and activations live in far, whose limit the search keeps, and so does the first space."""
     script = """
 from dataclasses import replace
-from packtrain import cost
+from packtrain.planner import cost_model as cost
 from packtrain.planner.cost_model import Rates
 from packtrain.engine.backends import HOST
 from packtrain.planner.budget import planned

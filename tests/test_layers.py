@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import packtrain
+from packtrain.engine.backends import DEVICES
 
 ROOT = Path(packtrain.__file__).parent
 
@@ -192,6 +194,12 @@ def test_no_module_uses_another_s_private_names():
         f"{path}:{n}: {what}" for _, path, tree in sources() for n, what in private_names(tree)
     ]
     assert wrong == []
+
+
+def test_each_device_has_its_module():
+    """Also those of PyTorch, which a machine without it never loads."""
+    for kind, module in DEVICES.items():
+        assert find_spec(f"packtrain.engine.backends.{module}"), f"{kind}: {module}"
 
 
 def test_private_names_are_seen():

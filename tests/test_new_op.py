@@ -142,7 +142,7 @@ def copy_with_example(folder: Path) -> Path:
     (room,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     home = copy_package(folder)
     (home / "engine/ops/expm1.py").write_text(room)
-    (line,) = re.findall(r"`(from packtrain\.ops\.expm1 import expm1)`", page)
+    (line,) = re.findall(r"`(from packtrain\.engine\.ops\.expm1 import expm1)`", page)
     first, name = "from packtrain.engine.ops.unary_functions import (\n", '    "experts", '
     edit(home / "engine/ops/__init__.py", (first, f"{line}\n{first}"), (name, f'{name}"expm1", '))
     link_tests(folder)
@@ -179,7 +179,7 @@ def test_the_example_of_the_page_for_contributors_works(
     assert set(said.values()) == {"PASSED"} and {f"{t}[expm1]" for t in TESTS} <= {*said}, said
     checked = packtrain_in(folder, "check expm1", **cache)
     assert checked.returncode == 0 and "expm1                f32      cpu" in checked.stdout
-    edit(folder / "packtrain/ops/expm1.py", ('@expm1.kernel("cpu", strided=True)\n', ""))
+    edit(folder / "packtrain/engine/ops/expm1.py", ('@expm1.kernel("cpu", strided=True)\n', ""))
     checked = packtrain_in(folder, "check expm1", **cache)
     assert checked.returncode == 1
     assert "expm1 has no kernel for cpu, and nothing was checked there" in checked.stderr

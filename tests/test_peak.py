@@ -20,16 +20,16 @@ from tests.test_budget import deep, request
 WATCHED = """
 import sys
 from packtrain.cli.main import main
-from packtrain.cli import shown
+from packtrain.cli import event_output
 
 known = set()
 
-class Noting(shown.Shown):
+class Noting(event_output.Shown):
     def plan(self, ready):
         super().plan(ready)
         known.update(sys.modules)
 
-shown.Shown = Noting
+event_output.Shown = Noting
 code = main(sys.argv[1:])
 print(*sorted(set(sys.modules) - known))
 sys.exit(code)

@@ -1,4 +1,4 @@
-"""The commands, one module each: `run(settings)` runs a task, prints its result and returns the exit code."""
+"""The commands, one module each: `run(settings)` runs a workflow, prints its result and returns the exit code."""
 
 import os
 import sys

@@ -9,7 +9,7 @@ from packtrain.workflows.quantization import MIB, Quantize, quantize
 
 
 class Printed(Events):
-    """Prints the rows. `shown.Shown` does all that a long task needs, which takes time to load."""
+    """Prints the rows. `event_output.Shown` does all that a long task needs, which takes time to load."""
 
     def row(self, text: str) -> None:
         print_row(text)

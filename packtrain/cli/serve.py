@@ -13,7 +13,8 @@ __all__ = ["Serve", "run"]
 def run(settings: Serve) -> int:
     """Serve until a signal. Raises InputError, DoesNotFit."""
     check_server("packtrain serve")
-    app, listen = (import_module(f"packtrain.serving.{name}") for name in ("app", "listen"))
+    app = import_module("packtrain.serving.http_app")
+    listen = import_module("packtrain.serving.http_listener")
     keys = settings.keys()
     sock = listen.bound(settings.host, settings.port)
     server = load(settings, Shown())

@@ -54,7 +54,7 @@ def make(
         settle()
         used = private_nbytes()
         room = parse_size(memory, "--memory") - used
-        start = START_NBYTES + RENDERING_NBYTES * module.endswith("samples")
+        start = START_NBYTES + RENDERING_NBYTES * module.endswith("conversations")
         start += TOKEN_NBYTES * vocab_size
         if room < start:
             min_mib = -(-(used + start) // (1 << 20))

@@ -131,7 +131,7 @@ class Dtype:
     def codes(
         self, most: int, *, less: int = 0
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare (w, i): the i-th 64 codes, see dtypes/rounded; without `less` they are at most `most` in size."""
+        """Declare (w, i): the i-th 64 codes, see dtypes/int8_dot; without `less` they are at most `most` in size."""
 
         def named(function: Callable[..., Any]) -> Callable[..., Any]:
             self.code["codes"] = Code(function, less=less, most=most)

@@ -29,7 +29,7 @@ LOOP_WINDOW, LOOP_RUN, LOOP_DISTINCT = 256, 12, 0.15
 
 
 class Drafter(Protocol):
-    """Guesses how a text goes on, see drafting."""
+    """Guesses how a text goes on, see speculative."""
 
     def propose(self, text: Sequence[int], count: int) -> list[int]:
         """At most `count` next tokens."""

@@ -174,7 +174,7 @@ def some_dots(every, x, k, kind, step, task):
 def products(every, x, kind, half):
     """`product` with several weights of one kind, fused.
 
-    weights  of each the address of y, N, the address of w, the bytes of a row, and add
+    every  of each the address of y, N, the address of w, the bytes of a row, and add
     half   0
     """
     step = -(-tasks_of(every, 1) // (threads() * TASKS * LANES)) * LANES

@@ -269,7 +269,7 @@ def some_dots(every, m, k, kind, planes, x, step, task):
 def products(every, x, kind, planes, work):
     """`product` with several weights of one kind.
 
-    weights  of each the address of y, N, the address of w, the bytes of a row, and add
+    every  of each the address of y, N, the address of w, the bytes of a row, and add
     """
     m, k = x.shape
     integers = address(work, 0)

@@ -1,4 +1,4 @@
-"""Quantizes rows of f32 with a weight for each column, with the functions of dtypes/weighed; see quantize."""
+"""Quantizes rows of f32 with a weight for each column, with the functions of dtypes/weighted_packing; see quantize."""
 
 import math
 

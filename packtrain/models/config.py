@@ -130,7 +130,7 @@ class Config(Sizes):
     precision          of the products of a training step, see ops.matmul; not part of a file
     saved              of activations that the backward pass reads: f32, or bf16, in which they are stored
     activations        f32, or q8: rounded for products with quantized weights; of a run, not of a file
-    flash              attention is one op, else written out, see written; of a run, not of a file
+    flash              attention is one op, else written out, see unfused_attention; of a run, not of a file
     """
 
     rope_freq_base: float = 10_000.0

@@ -1,7 +1,7 @@
 """LoRA: low-rank adapters of a model's matrices, y = W x + scale * B (A x). Hu et al. 2021, arXiv 2106.09685.
 
 A Lora is plain data and part of a model's Config, so that every graph of the model includes the adapters; A and B are
-leaves `<name>.lora_a` and `<name>.lora_b`, named as in an adapter file (see adapter).
+leaves `<name>.lora_a` and `<name>.lora_b`, named as in an adapter file (see adapter_file).
 """
 
 from collections.abc import Iterator, Mapping

@@ -44,7 +44,7 @@ class Stepped:
     """Result of a step: mean loss of its tokens, gradient norm before clipping; `bad` is why it was skipped.
 
     note  what the optimizer reports
-    more  of a loss of pairs: what `pairs.summary` says
+    more  of a loss of pairs: what `pair_batches.summary` says
     """
 
     loss: float

@@ -16,7 +16,7 @@ BLOCK, FEW = 128, 32  # columns updated by a matrix product, and one by one
 
 
 class Rounder(Protocol):
-    """Chooses the codes of `unit` columns at a time; see merging/grid and merging/points.
+    """Chooses the codes of `unit` columns at a time; see rounding_grid and grid_points.
 
     choose  values (unit, R) for targets (unit, R) of these columns, with their corner of the factor
     """

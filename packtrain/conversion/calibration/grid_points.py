@@ -16,7 +16,7 @@ ROWS = 512  # whose points are compared at a time
 
 
 class OnPoints:
-    """Points for quantized rows (R, blocks), whose scales and shifts stay. See merging/grid for the other types."""
+    """Points for quantized rows (R, blocks), whose scales and shifts stay. See rounding_grid for the other types."""
 
     unit = EIGHT
 

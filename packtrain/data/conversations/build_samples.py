@@ -57,7 +57,7 @@ class Recipe:
     length     the most targets of a sample
     truncate   longer conversations: cut at the end, dropped, or split; texts are always split
     everything, last_only   train on prompts, too; train on the assistant's last turn only
-    separator, val_split    as in corpus.Text
+    separator, val_split    as in data.text.documents.Text
     skip_bad   skip records that cannot be used
     pairs      of a chosen and a rejected answer, which become two samples, one after the other: only them, none of them
                or, with None, both

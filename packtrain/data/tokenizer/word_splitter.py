@@ -15,7 +15,7 @@ SPACE = "\v"
 OTHER = 5  # what is no letter, number, mark, sign or symbol
 CATEGORIES = {"L": 0, "N": 1, "M": 2, "P": 3, "S": 4}
 FIRST, COUNT = 0xE000, 6  # class characters are in the private use area
-# insides of character classes for ASCII; see rules.py
+# insides of character classes for ASCII; see split_rules.py
 PLAIN = {
     "L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "M": "", "P": r"!-#%-*,-/:;?@\[-\]_{}", "S": r"$+<->\^`|~",
 }  # fmt: skip

@@ -95,7 +95,7 @@ def kind_of(step: Step) -> Kind:
 def floor(step: Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
     """The least seconds of a call: its arithmetic by multiply-adds in registers, or its bytes by copying.
 
-    read  tensors that some step reads, see cost.call_seconds
+    read  tensors that some step reads, see cost_model.call_seconds
     """
     cost, product = cost_of(step, read), product_of(step)
     flops = sum(FLOPS.get(kind, 0.0) * amount for kind, amount in cost.work.items())

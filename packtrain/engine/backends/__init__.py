@@ -13,7 +13,8 @@ __all__ = [
 
 cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]
 # each with its module here, loaded when the name is asked for, in whose BACKENDS it is
-DEVICES = {"cpu": "host", "numpy": "host", "torch:cpu": "torch", "cuda": "torch", "mps": "torch"}
+DEVICES = {"cpu": "host", "numpy": "host"}
+DEVICES |= dict.fromkeys(("torch:cpu", "cuda", "mps"), "torch_backend")
 
 
 @in_keywords

@@ -208,7 +208,7 @@ WORDS = {
 
 
 def packed_q8_0(x):
-    """f32 (..., C) as blocks of q8_0 (..., C / 32, 34) u8, bit for bit as `quant.quantize` packs them."""
+    """f32 (..., C) as blocks of q8_0 (..., C / 32, 34) u8, bit for bit as `quantized_arrays.quantize` packs them."""
     blocks = x.view(*x.shape[:-1], -1, 32)
     unit = blocks.abs().amax(-1, keepdim=True) / 127
     inverse = torch.where(unit.abs() > SMALLEST, 1 / unit, 0.0)

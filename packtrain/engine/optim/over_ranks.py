@@ -1,6 +1,6 @@
 """Exchanges with other processes as calls, in written order: all ranks run the same graph, so they meet at each.
 
-A process alone is the only one of its run: see `ranks.here`. Kernels of PyTorch ask the host, so that none is recorded.
+A process alone is the only one of its run, see `distributed.here`. Kernels of PyTorch ask the host: none is recorded.
 """
 
 import numpy as np

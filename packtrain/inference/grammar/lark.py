@@ -1,7 +1,7 @@
 """A grammar in llguidance's notation, with the texts of GBNF: as large lexemes as read the same as its characters.
 
 Parts without recursion are regular and become one lexeme, a regular expression: masks are then quick. Where the longest
-lexeme would swallow what belongs to the next one (see lexing) a lexeme is one character.
+lexeme would swallow what belongs to the next one (see lexer) a lexeme is one character.
 """
 
 from collections.abc import Mapping

@@ -52,7 +52,7 @@ class Repeat:
 
 @dataclass(frozen=True, eq=False)
 class Lexeme:
-    """What the lexer reads at once, see lexemes; `empty`: or nothing."""
+    """What the lexer reads at once, see lark; `empty`: or nothing."""
 
     number: int
     empty: bool

@@ -23,19 +23,19 @@ USUAL = "--batch-size 4 --ctx 256 --val-split 0.1 --val-batches 0 --steps-per-ev
 LOSSES = re.compile(r"validation loss: base ([\d.]+), with the adapter ([\d.]+), merged ([\d.]+)")
 
 
-def tuned(base: Path, data: Path, output: Path, *more: str) -> tuple[list[float], float]:
+def tuned(base: Path, data: Path, output: Path, *flags: str) -> tuple[list[float], float]:
     """Losses of the base, with the adapter, and of the file written; and the median seconds of a step."""
-    usual = (*USUAL.split(), "--overwrite", *more)
-    done = packtrain("finetune", base, "--data", data, "-o", output, *usual)
-    found = LOSSES.search(done.out + done.said)
-    if done.code or found is None:
+    all_flags = (*USUAL.split(), "--overwrite", *flags)
+    done = packtrain("finetune", base, "--data", data, "-o", output, *all_flags)
+    loss_match = LOSSES.search(done.out + done.said)
+    if done.code or loss_match is None:
         sys.exit(done.said)
     steps = [
         r for r in metrics_file.read(output.with_suffix(".run") / "metrics.jsonl") if "loss" in r
     ]
     seconds = [0.0, *(r["seconds"] for r in steps)]
-    each = [b - a for a, b in pairwise(seconds)]
-    return [*map(float, found.groups())], statistics.median(each[2:])
+    step_seconds = [b - a for a, b in pairwise(seconds)]
+    return [*map(float, loss_match.groups())], statistics.median(step_seconds[2:])
 
 
 def main() -> None:

@@ -35,19 +35,19 @@ def ask(python: str, **question: Any) -> dict[str, Any]:
 
 def logits(model: ModelFile, tokens: Sequence[int]) -> np.ndarray:
     """At every position, fed one by one; the last row is from all in one, which must not differ."""
-    one = Generator.of(model, len(tokens))
-    rows = [one.feed([token]).copy() for token in tokens]
-    one.forget()
-    return np.array([*rows[:-1], one.feed(tokens)])
+    generator = Generator.of(model, len(tokens))
+    rows = [generator.feed([token]).copy() for token in tokens]
+    generator.forget()
+    return np.array([*rows[:-1], generator.feed(tokens)])
 
 
 def reply(model: ModelFile, tokens: Sequence[int]) -> list[int]:
-    one, made = Generator.of(model, len(tokens) + REPLY), list[int]()
-    found = one.feed(tokens)
-    while len(made) < REPLY:
-        made.append(int(found.argmax()))
-        found = one.feed(made[-1:])
-    return made
+    generator, reply_ids = Generator.of(model, len(tokens) + REPLY), list[int]()
+    next_logits = generator.feed(tokens)
+    while len(reply_ids) < REPLY:
+        reply_ids.append(int(next_logits.argmax()))
+        next_logits = generator.feed(reply_ids[-1:])
+    return reply_ids
 
 
 def logarithms(logits: np.ndarray) -> np.ndarray:
@@ -56,9 +56,9 @@ def logarithms(logits: np.ndarray) -> np.ndarray:
     return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
 
 
-def off(ours: np.ndarray, theirs: np.ndarray) -> float:
+def off(our_logits: np.ndarray, their_logits: np.ndarray) -> float:
     """The largest difference of logarithms of probabilities of their likeliest tokens."""
-    a, b = map(logarithms, (ours, theirs))
+    a, b = map(logarithms, (our_logits, their_logits))
     top = np.argsort(-b, -1)[:, :TOP]
     return float(np.abs(np.take_along_axis(a - b, top, -1)).max())
 

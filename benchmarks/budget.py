@@ -72,17 +72,26 @@ def case(rng: random.Random) -> list[str]:
         block = size["dim"] * (3 * size["dim"] + 3 * size["ffn"])
         tokens = size["ctx"] * size["batch-size"] * size["grad-accumulation-steps"]
         if MOST_WORK / 20 < tokens * size["layers"] * block < MOST_WORK:
-            more = ["--no-fill-samples"] if rng.random() < 0.2 else []
+            fill_flags = ["--no-fill-samples"] if rng.random() < 0.2 else []
             return [
                 part for name, value in flags.items() for part in (f"--{name}", str(value))
-            ] + more
+            ] + fill_flags
 
 
 def planned(base: list[str], memory: str | None) -> tuple[int, str, dict[str, int]]:
     """Exit code, standard error, and the plan as JSON."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        more = [] if memory is None else ["--memory", memory]
-        command = [sys.executable, "-m", "packtrain", "plan", *base, "--json", file.name, *more]
+        memory_flags = [] if memory is None else ["--memory", memory]
+        command = [
+            sys.executable,
+            "-m",
+            "packtrain",
+            "plan",
+            *base,
+            "--json",
+            file.name,
+            *memory_flags,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         text = Path(file.name).read_text()
         return done.returncode, done.stderr, json.loads(text) if text else {}
@@ -120,11 +129,11 @@ def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen
 def counted(pid: int) -> tuple[int, int]:
     """Private bytes of a process, and what the system counts as its data."""
     try:
-        found = dict(COUNTED.findall(Path(f"/proc/{pid}/status").read_text()))
+        fields = dict(COUNTED.findall(Path(f"/proc/{pid}/status").read_text()))
     except OSError:
         return 0, 0
     data, anon, shmem = (
-        1024 * int(found.get(name, 0)) for name in ("VmData", "RssAnon", "RssShmem")
+        1024 * int(fields.get(name, 0)) for name in ("VmData", "RssAnon", "RssShmem")
     )
     return anon + shmem, data
 
@@ -133,11 +142,11 @@ def overhead(base: list[str], folder: Path) -> int:
     """What a run of the deepest shape reserves and does not touch; the cap made with it is seen to bite."""
     base, memory = [*base, *DEEPEST.split()], "1GiB"
     planned(base, memory)  # tokenizes the text
-    seen = trained(base, folder / "plain.gguf", memory, None)
-    assert seen.code == 0, seen.said
-    capped = trained(base, folder / "capped.gguf", memory, seen.data - 16 * MIB)
+    measured = trained(base, folder / "plain.gguf", memory, None)
+    assert measured.code == 0, measured.said
+    capped = trained(base, folder / "capped.gguf", memory, measured.data - 16 * MIB)
     assert capped.code != 0, "a cap below what a run takes did not stop it"
-    return seen.data - seen.alone + SPARE
+    return measured.data - measured.alone + SPARE
 
 
 def main() -> None:
@@ -151,55 +160,55 @@ def main() -> None:
     parser.add_argument(
         "--pressure", type=int, default=0, help="so many cases of pressure.py instead"
     )
-    given = parser.parse_args()
-    if given.pressure:
+    args = parser.parse_args()
+    if args.pressure:
         with tempfile.TemporaryDirectory() as folder:
             faults = pressed(
-                given.pressure, given.seed, Path(folder), lambda line: print(line, flush=True)
+                args.pressure, args.seed, Path(folder), lambda line: print(line, flush=True)
             )
-        sys.exit(f"{faults} of {given.pressure} were wrong" if faults else 0)
-    rng, wrong, used, refused, ran = random.Random(given.seed), Wrong(), [], 0, 0
+        sys.exit(f"{faults} of {args.pressure} were wrong" if faults else 0)
+    rng, wrong, used, refused, num_run = random.Random(args.seed), Wrong(), [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "text.txt"
         data.write_text(text(120_000))
-        asked = ["train", "--data", str(data)]
-        beyond = overhead(asked, Path(folder))
+        train_flags = ["train", "--data", str(data)]
+        untouched_nbytes = overhead(train_flags, Path(folder))
         print(
-            f"runs reserve {beyond / MIB:.0f} MiB that they do not touch; the cap is the budget and this"
+            f"runs reserve {untouched_nbytes / MIB:.0f} MiB that they do not touch; the cap is the budget and this"
         )
-        for number in range(given.plans):
-            base = [*asked, *case(rng)]
+        for number in range(args.plans):
+            base = [*train_flags, *case(rng)]
             share = rng.uniform(0.2, 1.1)
-            if number < given.first:
+            if number < args.first:
                 continue
-            _, _, whole = planned(base, None)
-            nbytes = whole["baseline_bytes"] + int(
-                share * (whole["total_bytes"] - whole["baseline_bytes"])
+            _, _, unlimited = planned(base, None)
+            nbytes = unlimited["baseline_bytes"] + int(
+                share * (unlimited["total_bytes"] - unlimited["baseline_bytes"])
             )
             memory = f"{nbytes // 1024}KiB"
             code, said, _ = planned(base, memory)
-            found = MINIMUM.search(said)
-            if code == 3 and found:
+            minimum = MINIMUM.search(said)
+            if code == 3 and minimum:
                 refused += 1
-                memory = f"{found[1]}MiB"
+                memory = f"{minimum[1]}MiB"
                 if planned(base, memory)[0] != 0:
                     wrong.append(f"case {number}: the smallest budget {memory} is refused: {base}")
-                if planned(base, f"{int(found[1]) * 993}KiB")[0] != 3:
+                if planned(base, f"{int(minimum[1]) * 993}KiB")[0] != 3:
                     wrong.append(f"case {number}: 3 % less than {memory} is taken: {base}")
             elif code != 0:
                 wrong.append(f"case {number}: exit {code}: {said}")
-            if ran < given.runs:
-                ran += 1
+            if num_run < args.runs:
+                num_run += 1
                 limit = parse_size(memory, "--memory")
                 output = Path(folder) / f"m{number}.gguf"
-                seen = trained(base, output, memory, limit + beyond)
-                used.append(seen.peak / limit)
-                if seen.code or used[-1] > 1:
+                measured = trained(base, output, memory, limit + untouched_nbytes)
+                used.append(measured.peak / limit)
+                if measured.code or used[-1] > 1:
                     wrong.append(
-                        f"case {number}: exit {seen.code}, peak {used[-1]:.1%} of {memory}: {seen.said[-300:]}"
+                        f"case {number}: exit {measured.code}, peak {used[-1]:.1%} of {memory}: {measured.said[-300:]}"
                     )
             print(
-                f"\r{number + 1} planned, {refused} refused, {ran} run, {len(wrong)} wrong",
+                f"\r{number + 1} planned, {refused} refused, {num_run} run, {len(wrong)} wrong",
                 end="",
                 flush=True,
             )

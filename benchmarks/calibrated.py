@@ -48,45 +48,45 @@ def ours(model: Path, to: Path, mix: str, *flags: object) -> float:
     return done.seconds
 
 
-def row(given: argparse.Namespace, weights: Path, folder: Path, mix: str, base: np.ndarray) -> str:
+def row(args: argparse.Namespace, weights: Path, folder: Path, mix: str, base: np.ndarray) -> str:
     """A row of the table."""
     files = {name: folder / f"{name}.gguf" for name in ("plain", "weighed", "with")}
     if mix in UNWEIGHED:
         del files["plain"]
     else:
-        ours(given.model, files["plain"], mix)
-    theirs(given.llama_quantize, weights, given.model, files["weighed"], mix)
-    seconds = ours(given.model, files["with"], mix, "--calibrate", given.data)
-    losses = {name: measured(given, path) for name, path in files.items()}
+        ours(args.model, files["plain"], mix)
+    theirs(args.llama_quantize, weights, args.model, files["weighed"], mix)
+    seconds = ours(args.model, files["with"], mix, "--calibrate", args.data)
+    losses = {name: measured(args, path) for name, path in files.items()}
     cells = [
         f"{np.exp(loss.mean()):.3f} ({np.exp(loss.mean() - base.mean()) - 1:+.1%})"
         for loss in losses.values()
     ]
-    less = Mean.of(losses["with"] - losses["weighed"])
+    loss_change = Mean.of(losses["with"] - losses["weighed"])
     # of tensors: llama-quantize writes more metadata
     nbytes = [sum(e.nbytes for e in GGUF(path).entries.values()) for path in files.values()]
     assert len(set(nbytes)) == 1, nbytes
-    apart = compared(given, files["with"], folder) if given.python else "-"
+    peer_difference = compared(args, files["with"], folder) if args.python else "-"
     cells = ["-"] * (3 - len(cells)) + cells
-    change = f"{less.value:+.4f} ± {less.error:.4f}"
-    return f"| {mix} | {nbytes[0]:,} | {' | '.join(cells)} | {change} | {seconds:.0f} | {apart} |"
+    change = f"{loss_change.value:+.4f} ± {loss_change.error:.4f}"
+    return f"| {mix} | {nbytes[0]:,} | {' | '.join(cells)} | {change} | {seconds:.0f} | {peer_difference} |"
 
 
-def measured(given: argparse.Namespace, path: Path) -> np.ndarray:
+def measured(args: argparse.Namespace, path: Path) -> np.ndarray:
     """Losses of the held-out text's tokens."""
-    found = pt.evaluate([path], given.held, separator="")
-    return next(iter(found.losses.values()))
+    evaluation = pt.evaluate([path], args.held, separator="")
+    return next(iter(evaluation.losses.values()))
 
 
-def compared(given: argparse.Namespace, path: Path, folder: Path) -> str:
+def compared(args: argparse.Namespace, path: Path, folder: Path) -> str:
     """How far llama.cpp's logarithms of probabilities are off; it must also load the file as it is."""
     model, unpacked = open_model(path), folder / "unpacked.gguf"
-    tokens = model.tokenizer().encode(given.held.read_text()[:400])[:TOKENS]
-    mine = logits(model, tokens)
-    near = off(mine, scored(given.python, tokens, {"model": str(path)}))
+    tokens = model.tokenizer().encode(args.held.read_text()[:400])[:TOKENS]
+    our_logits = logits(model, tokens)
+    packed_difference = off(our_logits, scored(args.python, tokens, {"model": str(path)}))
     silently("quantize", path, unpacked, "F32", "--allow-requantize", "--overwrite")
-    exact = off(mine, scored(given.python, tokens, {"model": str(unpacked)}))
-    return f"{exact:.1e} ({near:.1e} as packed)"
+    unpacked_difference = off(our_logits, scored(args.python, tokens, {"model": str(unpacked)}))
+    return f"{unpacked_difference:.1e} ({packed_difference:.1e} as packed)"
 
 
 def main() -> None:
@@ -97,24 +97,24 @@ def main() -> None:
     parser.add_argument("--llama-quantize", required=True)
     parser.add_argument("--python")
     parser.add_argument("--types", nargs="+", default=TYPES)
-    given = parser.parse_args()
-    base = measured(given, given.model)
-    print(f"{given.model.name}: perplexity {np.exp(base.mean()):.3f} on {len(base):,} tokens")
+    args = parser.parse_args()
+    base = measured(args, args.model)
+    print(f"{args.model.name}: perplexity {np.exp(base.mean()):.3f} on {len(base):,} tokens")
     with tempfile.TemporaryDirectory() as name:
-        folder, began = Path(name), time.monotonic()
+        folder, start_time = Path(name), time.monotonic()
         weights = folder / "imatrix.gguf"
-        silently("imatrix", given.model, "--data", given.data, "-o", weights, "--tokens", 1 << 14)
-        print(f"importance matrix: {time.monotonic() - began:.0f} s")
-        if given.python:
+        silently("imatrix", args.model, "--data", args.data, "-o", weights, "--tokens", 1 << 14)
+        print(f"importance matrix: {time.monotonic() - start_time:.0f} s")
+        if args.python:
             print(
-                f"llama.cpp and packtrain on the model itself: {compared(given, given.model, folder)}"
+                f"llama.cpp and packtrain on the model itself: {compared(args, args.model, folder)}"
             )
         print(
             "| type | bytes | plain | llama-quantize --imatrix | --calibrate | change of loss | s | llama.cpp |"
         )
         print("|---|---|---|---|---|---|---|---|")
-        for mix in given.types:
-            print(row(given, weights, folder, mix, base), flush=True)
+        for mix in args.types:
+            print(row(args, weights, folder, mix, base), flush=True)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ def served(program: str, model: Path) -> Iterator[str]:
         subprocess.Popen(command, stdout=log, stderr=log) as child,
     ):
         try:
-            until = time.monotonic() + SECONDS
+            deadline = time.monotonic() + SECONDS
             while not answers(address):
-                if child.poll() is not None or time.monotonic() > until:
+                if child.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     raise SystemExit(f"{program} does not serve: {log.read()[-500:].decode()}")
                 time.sleep(0.1)
@@ -71,10 +71,10 @@ def ask(url: str, body: dict[str, Any]) -> Any:
         return json.loads(reply.read())
 
 
-def as_request(found: Conversation, until: int) -> dict[str, Any]:
+def as_request(chat: Conversation, num_messages: int) -> dict[str, Any]:
     """The messages before a turn as the server takes them: arguments of calls as JSON."""
     messages = []
-    for message in found.messages[:until]:
+    for message in chat.messages[:num_messages]:
         calls = [
             {
                 **c,
@@ -83,26 +83,26 @@ def as_request(found: Conversation, until: int) -> dict[str, Any]:
             for c in message.get("tool_calls", ())
         ]
         messages.append({**message, "tool_calls": calls} if calls else message)
-    return {"messages": messages} | ({"tools": found.tools} if found.tools else {})
+    return {"messages": messages} | ({"tools": chat.tools} if chat.tools else {})
 
 
-def compare(
-    address: str, renderer: Renderer, masker: Masker, found: Conversation
-) -> Iterator[bool]:
+def compare(address: str, renderer: Renderer, masker: Masker, chat: Conversation) -> Iterator[bool]:
     """For each turn whether its prompt is the server's, and for each sample whether its ids are."""
     bos = (
         masker.tokenizer.piece(masker.tokenizer.bos or 0).decode()
         if masker.tokenizer.add_bos
         else ""
     )
-    turns = [i for i, message in enumerate(found.messages) if message["role"] == "assistant"]
-    prompts = [ask(f"{address}/apply-template", as_request(found, i))["prompt"] for i in turns]
-    samples = renderer.render(found)
-    learnt = [one.text[:begin].removeprefix(bos) for one in samples for begin, _ in one.spans]
-    yield from (a == b for a, b in zip(learnt, prompts, strict=True))
-    for one in samples:
-        body = {"content": one.text.removeprefix(bos), "add_special": True}
-        yield ask(f"{address}/tokenize", body)["tokens"] == masker.conversation(one).ids
+    turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    prompts = [ask(f"{address}/apply-template", as_request(chat, i))["prompt"] for i in turns]
+    samples = renderer.render(chat)
+    trained_prompts = [
+        sample.text[:begin].removeprefix(bos) for sample in samples for begin, _ in sample.spans
+    ]
+    yield from (a == b for a, b in zip(trained_prompts, prompts, strict=True))
+    for sample in samples:
+        body = {"content": sample.text.removeprefix(bos), "add_special": True}
+        yield ask(f"{address}/tokenize", body)["tokens"] == masker.conversation(sample).ids
 
 
 HEADING = """| chat template | vocabulary | prompts and samples | equal to llama-server's |
@@ -120,11 +120,17 @@ def rows(server: str, vocabularies: Path) -> Iterator[tuple[bool, str]]:
             masker = Masker(tokenizer)
             bos, eos = (tokenizer.piece(id or 0).decode() for id in (tokenizer.bos, tokenizer.eos))
             renderer = Renderer(ChatTemplate(chat.source, bos, eos), masker.ends)
-            asked = [r for r in RECORDS.values() if renderer.takes_calls or "tools" not in r]
-            found = [conversation(record, Path(folder)) for record in asked]
+            chosen_records = [
+                r for r in RECORDS.values() if renderer.takes_calls or "tools" not in r
+            ]
+            conversations = [conversation(record, Path(folder)) for record in chosen_records]
             with served(server, path) as address:
-                same = [x for one in found for x in compare(address, renderer, masker, one)]
-        yield all(same), f"| {name} | {vocabulary} | {len(same)} | {sum(same)} |"
+                matches = [
+                    x
+                    for example in conversations
+                    for x in compare(address, renderer, masker, example)
+                ]
+        yield all(matches), f"| {name} | {vocabulary} | {len(matches)} | {sum(matches)} |"
 
 
 def save(path: Path, vocabulary: Path, template: str) -> None:

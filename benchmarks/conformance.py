@@ -77,11 +77,13 @@ class Row:
     @property
     def good(self) -> bool:
         replies = self.type != "F32" or self.equal == REPLY
-        near = self.off <= self.limit or self.exact <= LIMITS["F32"]
-        return near and replies and all(w > self.limit for w in self.wrong.values())
+        is_close = self.off <= self.limit or self.exact <= LIMITS["F32"]
+        return is_close and replies and all(w > self.limit for w in self.wrong.values())
 
     def __str__(self) -> str:
-        wrong = ", ".join(f"{name} {off:.2g}" for name, off in self.wrong.items()) or "-"
+        wrong = (
+            ", ".join(f"{name} {difference:.2g}" for name, difference in self.wrong.items()) or "-"
+        )
         said = "" if self.good else " **no**"
         limit = self.limit if math.isfinite(self.limit) else "none"
         if math.isfinite(self.exact):
@@ -132,9 +134,9 @@ def key(name: str, change: Callable[[Any], Any]) -> Callable[[ModelFile, Values,
     """Another value of a key of the architecture, where the file has it and others are not refused."""
 
     def edit(model: ModelFile, values: Values, arrays: Arrays) -> None:
-        whole = f"{values['general.architecture'].value}.{name}"
-        if whole in values and name not in model.config.traits.neutral:
-            values[whole] = Value(values[whole].kind, change(values[whole].value))
+        full_key = f"{values['general.architecture'].value}.{name}"
+        if full_key in values and name not in model.config.traits.neutral:
+            values[full_key] = Value(values[full_key].kind, change(values[full_key].value))
 
     return edit
 
@@ -181,16 +183,16 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
 
 def wrong(model: ModelFile, folder: Path) -> Iterator[tuple[str, ModelFile]]:
     """The model with one thing changed, for each thing that it has."""
-    turned = model.config.turned
-    for name, edit in ((n, e) for n, e in WRONG.items() if turned or not n.startswith("rope")):
-        values, before = (
+    uses_rope = model.config.turned
+    for name, edit in ((n, e) for n, e in WRONG.items() if uses_rope or not n.startswith("rope")):
+        values, original_arrays = (
             dict(model.gguf.values),
             {n: model.gguf.array(n) for n in model.gguf.entries},
         )
-        arrays = dict(before)
+        arrays = dict(original_arrays)
         edit(model, values, arrays)
-        same = all(np.array_equal(arrays[n], before[n]) for n in arrays)
-        if not same or values != model.gguf.values:
+        is_unchanged = all(np.array_equal(arrays[n], original_arrays[n]) for n in arrays)
+        if not is_unchanged or values != model.gguf.values:
             write(folder / "wrong.gguf", values, arrays)
             yield name, open_model(folder / "wrong.gguf")
 
@@ -205,14 +207,17 @@ def compared(name: str, kind: str, path: Path, python: str, others: bool = False
     tokens = [1, *(rng.randrange(3, model.config.vocab_size) for _ in range(TOKENS - 1))]
     with tempfile.NamedTemporaryFile(suffix=".npy") as scores:
         answer = ask(python, model=str(path), tokens=tokens, count=REPLY, scores=scores.name)
-        theirs, written = np.load(scores.name), reply(model, tokens)
+        their_logits, our_reply = np.load(scores.name), reply(model, tokens)
     equal = next(
-        (i for i, (a, b) in enumerate(zip(written, answer["reply"], strict=True)) if a != b), REPLY
+        (i for i, (a, b) in enumerate(zip(our_reply, answer["reply"], strict=True)) if a != b),
+        REPLY,
     )
-    bad = wrong(model, folder) if others else ()
-    seen = {what: off(logits(variant, tokens), theirs) for what, variant in bad}
-    ours = logits(model, tokens)
-    row = Row(name, kind, off(ours, theirs), LIMITS[kind], seen, equal)
+    wrong_variants = wrong(model, folder) if others else ()
+    wrong_offsets = {
+        label: off(logits(variant, tokens), their_logits) for label, variant in wrong_variants
+    }
+    our_logits = logits(model, tokens)
+    row = Row(name, kind, off(our_logits, their_logits), LIMITS[kind], wrong_offsets, equal)
     config = model.config
     spreads = config.expert_count or config.block_count >= DEEP or config.conv_width or config.scan
     spreads = spreads or config.traits.plain_scores
@@ -220,7 +225,7 @@ def compared(name: str, kind: str, path: Path, python: str, others: bool = False
         return row
     unpacked = folder / "unpacked.gguf"
     silently("quantize", path, unpacked, "F32", "--allow-requantize")
-    return replace(row, exact=off(ours, scored(python, tokens, {"model": str(unpacked)})))
+    return replace(row, exact=off(our_logits, scored(python, tokens, {"model": str(unpacked)})))
 
 
 def kind_of(path: Path) -> str:
@@ -231,8 +236,8 @@ def kind_of(path: Path) -> str:
 
 def models(python: str, names: Sequence[str]) -> Iterator[Row]:
     for name in names:
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
+        with tempfile.TemporaryDirectory() as tmp_folder:
+            folder = Path(tmp_folder)
             random_model(folder / "F32.gguf", name)
             for kind in LIMITS:
                 path = folder / f"{kind}.gguf"
@@ -243,7 +248,7 @@ def models(python: str, names: Sequence[str]) -> Iterator[Row]:
 
 def random_texts(count: int) -> list[str]:
     """Words, numbers, spaces, marks and letters of many scripts, names of special tokens, bytes that pair up oddly."""
-    rng, made = random.Random(0), list[str]()
+    rng, samples = random.Random(0), list[str]()
     ranges = [(32, 127), (160, 591), (880, 1423), (1488, 1900), (2304, 3000), (4352, 4607), (8192, 8704),
               (12288, 12600), (19968, 22000), (44032, 46000), (65024, 65536), (127744, 129535), (0, 32)]  # fmt: skip
     words = ["the", "The", "don't", "I'LL", " ", "  ", "\n", "\n\n ", "\t", "2024", "3.14", "...", "<s>", "</s>",
@@ -254,24 +259,24 @@ def random_texts(count: int) -> list[str]:
             rng.choice(words) if rng.random() < 0.5 else chr(rng.randrange(low, high))
             for _ in range(rng.choice((1, 3, 10, 40)))
         ]
-        made.append("".join(p + rng.choice(("", "", " ")) for p in parts if p != "\0"))
-    return made
+        samples.append("".join(p + rng.choice(("", "", " ")) for p in parts if p != "\0"))
+    return samples
 
 
 def vocabularies(python: str, folder: Path) -> Iterator[tuple[bool, str]]:
     """Whether all is equal, and a row of the table, for each file."""
     texts = random_texts(TEXTS)
     for path in sorted(folder.glob("*.gguf")):
-        ours, differ = Tokenizer(GGUF(path).metadata), list[str]()
+        tokenizer, differ = Tokenizer(GGUF(path).metadata), list[str]()
         for special in (False, True):
-            theirs = ask(python, model=str(path), texts=texts, special=special)["ids"]
+            their_ids = ask(python, model=str(path), texts=texts, special=special)["ids"]
             differ += [
                 text
-                for text, ids in zip(texts, theirs, strict=True)
-                if ours.encode(text, special=special) != ids
+                for text, ids in zip(texts, their_ids, strict=True)
+                if tokenizer.encode(text, special=special) != ids
             ]
-        first = f", the first {differ[0]!r}" if differ else ""
-        yield not differ, f"| {path.stem} | {2 * len(texts):,} | {len(differ)}{first} |"
+        first_difference = f", the first {differ[0]!r}" if differ else ""
+        yield not differ, f"| {path.stem} | {2 * len(texts):,} | {len(differ)}{first_difference} |"
 
 
 TEXT_HEADING = (
@@ -285,15 +290,20 @@ def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Iterable[tuple[b
     tools = Path(server or "absent/llama-server").parent
     quantizer, measurer = tools / "llama-quantize", tools / "llama-perplexity"
     if args.model:
-        own = (compared(path.stem, kind_of(path), path, python) for path in args.model)
-        yield "models", HEADING, ((row.good, str(row)) for row in own)
+        given_rows = (compared(path.stem, kind_of(path), path, python) for path in args.model)
+        yield "models", HEADING, ((row.good, str(row)) for row in given_rows)
         if args.adapter:
-            what = (args.model[0], kind_of(args.model[0]), args.adapter, args.text.read_text())
-            rows = conformance_adapters.of_ones_own(python, *what)
+            model_args = (
+                args.model[0],
+                kind_of(args.model[0]),
+                args.adapter,
+                args.text.read_text(),
+            )
+            rows = conformance_adapters.of_ones_own(python, *model_args)
             yield "adapters", conformance_adapters.HEADING, rows
         return
-    made = models(python, args.only or list(CONFIGS))
-    yield "models", HEADING, ((row.good, str(row)) for row in made)
+    model_rows = models(python, args.only or list(CONFIGS))
+    yield "models", HEADING, ((row.good, str(row)) for row in model_rows)
     if quantizer.exists():
         rows = conformance_types.rows(python, quantizer)
         yield "types", conformance_types.HEADING, rows
@@ -349,28 +359,30 @@ def main() -> int:
     args = options()
     good, lines = True, list[str]()
 
-    def say(line: str, fine: bool = True) -> None:
+    def say(line: str, is_good: bool = True) -> None:
         nonlocal good
-        good = good and fine
+        good = good and is_good
         lines.append(line)
         print(line, flush=True)
 
-    wanted = args.parts.split(",") if args.parts else None
-    if not wanted:
+    requested_parts = args.parts.split(",") if args.parts else None
+    if not requested_parts:
         version, today = ask(args.llama_python)["version"], datetime.date.today()
         say(INTRODUCTION.format(__version__, version, today, tokens=TOKENS, top=TOP, DEEP=DEEP))
     tables = {name: (heading, rows) for name, heading, rows in parts(args)}
-    if not (wanted or args.model) and (missing := [name for name in PARTS if name not in tables]):
+    if not (requested_parts or args.model) and (
+        missing := [name for name in PARTS if name not in tables]
+    ):
         print(f"left out, as what they need is not given: {', '.join(missing)}", file=sys.stderr)
-    unknown = ", ".join(set(wanted or ()) - {*tables})
+    unknown = ", ".join(set(requested_parts or ()) - {*tables})
     if unknown:
         raise SystemExit(
             f"--parts: no table {unknown} with these settings; there are {', '.join(tables)}"
         )
-    for heading, rows in (tables[name] for name in wanted or tables):
+    for heading, rows in (tables[name] for name in requested_parts or tables):
         say(heading)
-        for fine, line in rows:
-            say(line, fine)
+        for is_good, line in rows:
+            say(line, is_good)
     if args.write:
         args.write.write_text("\n".join(lines) + "\n")
     return 0 if good else 1

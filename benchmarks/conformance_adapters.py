@@ -75,17 +75,19 @@ def adapters(python: str) -> Iterator[Row]:
     """A row for each architecture, type, and way to use an adapter."""
     kinds = {name: LIMITS if name in IN_ALL_TYPES else ("F32",) for name in CONFIGS}
     for name, kind in ((n, k) for n, of in kinds.items() for k in of):
-        with tempfile.TemporaryDirectory() as made:
-            base = Path(made) / "base.gguf"
-            random_model(Path(made) / "f32.gguf", name)
-            silently("quantize", Path(made) / "f32.gguf", base, kind)
+        with tempfile.TemporaryDirectory() as tmp_folder:
+            base = Path(tmp_folder) / "base.gguf"
+            random_model(Path(tmp_folder) / "f32.gguf", name)
+            silently("quantize", Path(tmp_folder) / "f32.gguf", base, kind)
             model = open_model(base)
-            path = random_adapter(Path(made) / "adapter.gguf", model)
+            path = random_adapter(Path(tmp_folder) / "adapter.gguf", model)
             left_out = model.config.traits.merged_only
-            alone = random_adapter(Path(made) / "beside.gguf", model, without=left_out)
+            unmerged_path = random_adapter(
+                Path(tmp_folder) / "beside.gguf", model, without=left_out
+            )
             rng = random.Random(1)
             tokens = [1, *(rng.randrange(3, model.config.vocab_size) for _ in range(POSITIONS))]
-            paths = f"{alone}:{SCALE}", f"{path}:{SCALE}"
+            paths = f"{unmerged_path}:{SCALE}", f"{path}:{SCALE}"
             yield from both_ways(python, f"| {name} | {kind}", base, paths, tokens)
 
 
@@ -93,8 +95,8 @@ def tuned(python: str) -> Iterator[Row]:
     """A row for each architecture and way to use an adapter that was tuned."""
     for name in CONFIGS:
         for kind in ("F32", "Q4_K_M") if name in IN_ALL_TYPES else ("F32",):
-            with tempfile.TemporaryDirectory() as made:
-                folder, base = Path(made), Path(made) / "base.gguf"
+            with tempfile.TemporaryDirectory() as tmp_folder:
+                folder, base = Path(tmp_folder), Path(tmp_folder) / "base.gguf"
                 random_model(folder / "f32.gguf", name)
                 silently("quantize", folder / "f32.gguf", base, kind)
                 yield from tuned_both_ways(python, f"| {name} | {kind}", base)
@@ -106,14 +108,17 @@ def tuned_both_ways(python: str, title: str, base: Path) -> Iterator[Row]:
     silently("finetune", base, "--data", data, "-o", merged, *FLAGS)
     said = "\n".join(" ".join(json.loads(line).values()) for line in chats().splitlines())
     tokens = open_model(base).tokenizer().encode(said)[: LENGTH + 1]
-    adapter, alone = str(merged.with_suffix(".run") / "adapter.gguf"), base.with_name("alone.gguf")
+    adapter, partial_path = (
+        str(merged.with_suffix(".run") / "adapter.gguf"),
+        base.with_name("alone.gguf"),
+    )
     model = open_model(base)
-    (whole, _), *_ = read_scaled([adapter], model.gguf)
+    (full_adapter, _), *_ = read_scaled([adapter], model.gguf)
     left_out = model.config.traits.merged_only
-    pairs = {n: pair for n, pair in whole.pairs.items() if n.split(".")[-2] not in left_out}
-    write_adapter(alone, replace(whole, pairs=pairs), "tuned", model.gguf)
-    beside = str(alone) if left_out else adapter
-    yield from both_ways(python, title, base, (beside, adapter), tokens, merged)
+    pairs = {n: pair for n, pair in full_adapter.pairs.items() if n.split(".")[-2] not in left_out}
+    write_adapter(partial_path, replace(full_adapter, pairs=pairs), "tuned", model.gguf)
+    applied_path = str(partial_path) if left_out else adapter
+    yield from both_ways(python, title, base, (applied_path, adapter), tokens, merged)
 
 
 def of_ones_own(python: str, base: Path, kind: str, adapter: Path, text: str) -> Iterator[Row]:
@@ -131,50 +136,70 @@ def both_ways(
     merged: Path | None = None,
 ) -> Iterator[Row]:
     """The rows of an adapter beside the base, and of one that is merged into it, here if there is no such file."""
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as tmp_folder:
         if merged is None:
-            merged = Path(made) / "merged.gguf"
+            merged = Path(tmp_folder) / "merged.gguf"
             silently("merge", base, adapters[1], "-o", merged)
         model = open_model(base)
         (loaded, scale), *_ = read_scaled(adapters[:1], model.gguf)
-        beside = adapted(model, [(loaded, scale)])
+        adapted_model = adapted(model, [(loaded, scale)])
         lora = {"model": str(base), "lora": [adapters[0].removesuffix(f":{scale}"), scale]}
-        for how, ours, question in (("beside", beside, lora),
+        for mode, our_model, question in (("beside", adapted_model, lora),
                                     ("merged", open_model(merged), {"model": str(merged)})):  # fmt: skip
-            yield adapter_row(python, f"{title} | {how}", ours, model, question, tokens)
+            yield adapter_row(python, f"{title} | {mode}", our_model, model, question, tokens)
 
 
 def adapter_row(
     python: str,
     title: str,
-    ours: ModelFile,
+    our_model: ModelFile,
     base: ModelFile,
     question: dict[str, Any],
     tokens: Sequence[int],
 ) -> Row:
-    theirs = scored(python, tokens[:-1], question)
-    found, without = (logarithms(logits(model, tokens[:-1])) for model in (ours, base))
-    second, first = np.sort(theirs, -1)[:, -2:].T
-    sure = first - second > SURE
-    other = sure & (found.argmax(-1) != theirs.argmax(-1))
+    their_scores = scored(python, tokens[:-1], question)
+    adapted_scores, base_scores = (
+        logarithms(logits(model, tokens[:-1])) for model in (our_model, base)
+    )
+    second_best, top_score = np.sort(their_scores, -1)[:, -2:].T
+    is_decided = top_score - second_best > SURE
+    differing = is_decided & (adapted_scores.argmax(-1) != their_scores.argmax(-1))
     at = np.arange(len(tokens) - 1), np.array(tokens[1:])
-    mean, unlike = (float(np.abs(x[at] - theirs[at]).mean()) for x in (found, without))
+    mean_difference, base_difference = (
+        float(np.abs(x[at] - their_scores[at]).mean()) for x in (adapted_scores, base_scores)
+    )
     limit = LIMITS[title.split(" | ")[1]]
-    count, same, near, said = f"{other.sum()} of {sure.sum()}", True, mean <= limit, ""
+    count, is_same_argmax, is_close, said = (
+        f"{differing.sum()} of {is_decided.sum()}",
+        True,
+        mean_difference <= limit,
+        "",
+    )
     config = base.config
     spreads = config.expert_count or config.conv_width or config.scan
-    beyond = bool(limit > LIMITS["F32"] and spreads and not near)
-    if other.any() or beyond:  # then where llama.cpp need not round activations to 8 bits
-        with tempfile.TemporaryDirectory() as made:
-            unpacked = Path(made) / "unpacked.gguf"
+    needs_unpacked = bool(limit > LIMITS["F32"] and spreads and not is_close)
+    if (
+        differing.any() or needs_unpacked
+    ):  # then where llama.cpp need not round activations to 8 bits
+        with tempfile.TemporaryDirectory() as tmp_folder:
+            unpacked = Path(tmp_folder) / "unpacked.gguf"
             silently("quantize", question["model"], unpacked, "F32", "--allow-requantize")
-            exact = scored(python, tokens[:-1], question | {"model": str(unpacked)})
-        same = bool((found.argmax(-1) == exact.argmax(-1))[other].all())
-        count += ", as in llama.cpp with the weights unpacked" if same and other.any() else ""
-        if beyond:
-            unpacked_mean = float(np.abs(found[at] - exact[at]).mean())
-            near = unpacked_mean <= LIMITS["F32"]
+            unpacked_scores = scored(python, tokens[:-1], question | {"model": str(unpacked)})
+        is_same_argmax = bool(
+            (adapted_scores.argmax(-1) == unpacked_scores.argmax(-1))[differing].all()
+        )
+        count += (
+            ", as in llama.cpp with the weights unpacked"
+            if is_same_argmax and differing.any()
+            else ""
+        )
+        if needs_unpacked:
+            unpacked_mean = float(np.abs(adapted_scores[at] - unpacked_scores[at]).mean())
+            is_close = unpacked_mean <= LIMITS["F32"]
             said = f"; unpacked {unpacked_mean:.1e} of {LIMITS['F32']}"
-    good = near and limit < unlike and same
+    good = is_close and limit < base_difference and is_same_argmax
     said += "" if good else " **no**"
-    return good, f"{title} | {mean:.1e} | {limit}{said} | {unlike:.2g} | {count} |"
+    return (
+        good,
+        f"{title} | {mean_difference:.1e} | {limit}{said} | {base_difference:.2g} | {count} |",
+    )

@@ -58,16 +58,16 @@ def rows(python: str, program: Path) -> Iterator[Row]:
     """A row for each architecture and mix; `program` is llama-quantize."""
     for (name, blocks), mixes in CASES.items():
         for mix in mixes:
-            with tempfile.TemporaryDirectory() as made:
-                folder = Path(made)
+            with tempfile.TemporaryDirectory() as tmp_folder:
+                folder = Path(tmp_folder)
                 config = replace(CONFIGS[name], block_count=blocks or CONFIGS[name].block_count)
                 save(folder / "F32.gguf", config)
                 path = quantized(program, folder / "F32.gguf", mix)
                 yield compared(python, name, mix, path, folder)
-    same = [in_one_mix(program, name) for name in CONFIGS]
-    equal, count = (sum(column) for column in zip(*same, strict=True))
+    type_counts = [in_one_mix(program, name) for name in CONFIGS]
+    equal, count = (sum(column) for column in zip(*type_counts, strict=True))
     said = "" if equal == count else " **no**"
-    title = f"| all {len(same)} | {OTHERS} | - | {equal} of {count}{said}"
+    title = f"| all {len(type_counts)} | {OTHERS} | - | {equal} of {count}{said}"
     yield equal == count, f"{title} | - | - | - | - |"
 
 
@@ -76,23 +76,25 @@ def save(path: Path, config: Config) -> None:
     save_model(path, config, vocabulary(), weights.__getitem__, name="random", dtype="f32")
 
 
-def quantized(program: Path, given: Path, mix: str) -> Path:
+def quantized(program: Path, source_path: Path, mix: str) -> Path:
     """The file that llama-quantize writes beside it; with BF16 only the experts are taken from that."""
-    path = given.with_name("quantized.gguf")
+    path = source_path.with_name("quantized.gguf")
     kind = EXPERTS if mix == WITH_BF16 else mix
     done = subprocess.run(
-        [str(program), str(given), str(path), kind], capture_output=True, text=True
+        [str(program), str(source_path), str(path), kind], capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"llama-quantize ended with {done.returncode}: {done.stderr[-2000:]}")
     if mix != WITH_BF16:
         return path
-    silently("quantize", given, given.with_name("bf16.gguf"), "BF16")
-    experts, others = GGUF(path), GGUF(given.with_name("bf16.gguf"))
+    silently("quantize", source_path, source_path.with_name("bf16.gguf"), "BF16")
+    experts, bf16_file = GGUF(path), GGUF(source_path.with_name("bf16.gguf"))
     packed = {name for name, entry in experts.entries.items() if str(entry.dtype) == "mxfp4"}
-    arrays = {name: (experts if name in packed else others).array(name) for name in others.entries}
-    write(given.with_name("both.gguf"), others.values, arrays)
-    return given.with_name("both.gguf")
+    arrays = {
+        name: (experts if name in packed else bf16_file).array(name) for name in bf16_file.entries
+    }
+    write(source_path.with_name("both.gguf"), bf16_file.values, arrays)
+    return source_path.with_name("both.gguf")
 
 
 def compared(python: str, name: str, mix: str, path: Path, folder: Path) -> Row:
@@ -118,20 +120,22 @@ def compared(python: str, name: str, mix: str, path: Path, folder: Path) -> Row:
     )
 
 
-def as_ours(path: Path, given: Path, mix: str) -> tuple[int, int]:
+def as_ours(path: Path, source_path: Path, mix: str) -> tuple[int, int]:
     """How many tensors have the type that `packtrain quantize` gives them, and of how many."""
     if mix not in MIXES:
         return 0, 0
-    silently("quantize", given, given.with_name("ours.gguf"), mix)
-    ours, theirs = (
+    silently("quantize", source_path, source_path.with_name("ours.gguf"), mix)
+    our_types, their_types = (
         {name: entry.dtype for name, entry in GGUF(file).entries.items()}
-        for file in (given.with_name("ours.gguf"), path)
+        for file in (source_path.with_name("ours.gguf"), path)
     )
-    return sum(ours.get(name) is kind for name, kind in theirs.items()), len({*ours, *theirs})
+    return sum(our_types.get(name) is kind for name, kind in their_types.items()), len(
+        {*our_types, *their_types}
+    )
 
 
 def in_one_mix(program: Path, name: str) -> tuple[int, int]:
-    with tempfile.TemporaryDirectory() as made:
-        given = Path(made) / "F32.gguf"
-        random_model(given, name)
-        return as_ours(quantized(program, given, OTHERS), given, OTHERS)
+    with tempfile.TemporaryDirectory() as tmp_folder:
+        source_path = Path(tmp_folder) / "F32.gguf"
+        random_model(source_path, name)
+        return as_ours(quantized(program, source_path, OTHERS), source_path, OTHERS)

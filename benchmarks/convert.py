@@ -232,18 +232,18 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 def sparse(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """Gates of Gemma 3n's first blocks by a sample's deviation, as in llama.cpp; transformers divides by all."""
-    beyond = torch.distributions.normal.Normal(0, 1).icdf(torch.tensor(mlp.activation_sparsity))
-    return torch.relu(x - x.mean(-1, keepdim=True) - x.std(-1, keepdim=True) * beyond)
+    threshold = torch.distributions.normal.Normal(0, 1).icdf(torch.tensor(mlp.activation_sparsity))
+    return torch.relu(x - x.mean(-1, keepdim=True) - x.std(-1, keepdim=True) * threshold)
 
 
 def tiny(name: str) -> tuple[Any, Any]:
     """The config of a class, and a model of random weights."""
-    given = {
+    options = {
         key: value
         for key, value in (BASE | CLASSES[name]).items()
         if value is not None or key in KEPT
     }
-    config = getattr(transformers, name.split()[0])(**given)
+    config = getattr(transformers, name.split()[0])(**options)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.eval().to(torch.float32)
@@ -263,24 +263,27 @@ def difference(name: str, folder: Path) -> tuple[float, float]:
     """How far apart the logits of one model are, and its gradients."""
     config, model = tiny(name)
     ids = torch.tensor(TOKENS)[None]
-    found = model(ids).logits[0]
-    loss = torch.nn.functional.cross_entropy(found[:-1], ids[0, 1:])
+    torch_logits = model(ids).logits[0]
+    loss = torch.nn.functional.cross_entropy(torch_logits[:-1], ids[0, 1:])
     slopes = torch.autograd.grad(loss, _ends(model))
-    want = found.detach().numpy()
+    expected = torch_logits.detach().numpy()
     model.save_pretrained(folder)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     path = folder / "model.gguf"
     convert(folder, path, "f32")
     generator = Generator.of(open_model(path), len(TOKENS))
-    got = np.stack([generator.feed([int(token)]).copy() for token in TOKENS])
-    ours = gradients(open_model(path))
+    our_logits = np.stack([generator.feed([int(token)]).copy() for token in TOKENS])
+    our_slopes = gradients(open_model(path))
     scales = getattr(config, "embedding_multiplier", 1.0) if "FalconH1" in name else 1.0, 1.0
-    pairs = [(here * by, d.numpy()) for here, d, by in zip(ours, slopes, scales, strict=True)]
-    return apart(got, want), max(apart(*pair) for pair in pairs)
+    pairs = [
+        (our_slope * by, d.numpy())
+        for our_slope, d, by in zip(our_slopes, slopes, scales, strict=True)
+    ]
+    return apart(our_logits, expected), max(apart(*pair) for pair in pairs)
 
 
-def apart(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.abs(got - want).max() / np.abs(want).max())
+def apart(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def _ends(model: Any) -> list[Any]:
@@ -291,11 +294,11 @@ def _ends(model: Any) -> list[Any]:
 
 def gradients(model: ModelFile) -> list[np.ndarray]:
     """Of the mean loss of TOKENS, for the embedding and the last norm."""
-    ends = "token_embd.weight", f"{model.config.traits.last_norm}.weight"
+    end_names = "token_embd.weight", f"{model.config.traits.last_norm}.weight"
     time, leaves = len(TOKENS) - 1, transformer.weights(model.config)
-    made = transformer.loss(model.config, leaves, 1, time)
-    found = differentiate(made.loss, [leaves[label] for label in ends])
-    graph = Graph({leaf.label: d for leaf, d in found.items()})
+    model_loss = transformer.loss(model.config, leaves, 1, time)
+    slopes = differentiate(model_loss.loss, [leaves[label] for label in end_names])
+    graph = Graph({leaf.label: d for leaf, d in slopes.items()})
     pos = np.arange(time, dtype=np.int32)[None]
     fed = {
         "tokens": TOKENS[None, :-1].astype(np.int32),
@@ -306,11 +309,11 @@ def gradients(model: ModelFile) -> list[np.ndarray]:
         "pos": pos,
         "seq": np.zeros_like(pos),
     }
-    there = {leaf.label for leaf in graph.leaves}
+    leaf_names = {leaf.label for leaf in graph.leaves}
     stored = model.stored()
-    given = {n: stored.get(n, fed.get(n)) for n in there}
-    made_by_name = interpret(graph, {n: v for n, v in given.items() if v is not None})
-    return [made_by_name[label] for label in ends]
+    inputs = {n: stored.get(n, fed.get(n)) for n in leaf_names}
+    made_by_name = interpret(graph, {n: v for n, v in inputs.items() if v is not None})
+    return [made_by_name[label] for label in end_names]
 
 
 def main() -> None:

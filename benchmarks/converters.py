@@ -77,9 +77,11 @@ WHY = (
 Hyper = dict[str, Any]
 
 
-def hybrid(given: Hyper) -> None:
+def hybrid(hparams: Hyper) -> None:
     names = {"linear_attention": "mamba", "full_attention": "attention"}
-    given["layer_types"] = [names.get(one, one) for one in given["layer_types"]]
+    hparams["layer_types"] = [
+        names.get(layer_type, layer_type) for layer_type in hparams["layer_types"]
+    ]
 
 
 # keys of config.json by names that transformers 5 has given up and llama.cpp's converter reads, by its own reader only
@@ -98,10 +100,10 @@ def pieces(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(symbols=("[UNUSED_TOKEN_1]",)))
 
 
-def tokenizer(folder: Path, made: Any, **about: Any) -> None:
-    made.save(str(folder / "tokenizer.json"))
-    about |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+def tokenizer(folder: Path, hf_tokenizer: Any, **settings: Any) -> None:
+    hf_tokenizer.save(str(folder / "tokenizer.json"))
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def bytewise(folder: Path) -> None:
@@ -109,13 +111,13 @@ def bytewise(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     model = bpe_tokenizer("")["model"]
-    made = Tokenizer(models.BPE(model["vocab"], [tuple(pair) for pair in model["merges"]]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    hf_tokenizer = Tokenizer(models.BPE(model["vocab"], [tuple(pair) for pair in model["merges"]]))
+    hf_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf_tokenizer.decoder = decoders.ByteLevel()
     special = "<|begin|>", "<|eot_id|>", "<|endoftext|>", "[gMASK]", "<|user|>", "<|observation|>"
-    made.add_special_tokens([*special])
-    made.add_tokens([AddedToken("<tool>", special=False)])
-    tokenizer(folder, made, bos_token="<|begin|>", eos_token="<|eot_id|>")
+    hf_tokenizer.add_special_tokens([*special])
+    hf_tokenizer.add_tokens([AddedToken("<tool>", special=False)])
+    tokenizer(folder, hf_tokenizer, bos_token="<|begin|>", eos_token="<|eot_id|>")
 
 
 def merged(folder: Path) -> None:
@@ -126,16 +128,18 @@ def merged(folder: Path) -> None:
     texts = [*special, *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"hel", "he", "ll", "hell"]
     words = {text: id for id, text in enumerate(dict.fromkeys(texts))}
     pairs = [("h", "e"), ("l", "l"), ("he", "ll")]
-    made = Tokenizer(models.BPE(words, pairs, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Replace(" ", "\u2581")
+    hf_tokenizer = Tokenizer(
+        models.BPE(words, pairs, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    hf_tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     spaced = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()
-    made.decoder = decoders.Sequence([*spaced])
+    hf_tokenizer.decoder = decoders.Sequence([*spaced])
     turns = "<|turn>", "<turn|>"
-    made.add_special_tokens([*special, "<|channel>", "<channel|>", *turns, "<|tool_call>"])
-    while (count := made.get_vocab_size()) < 320:
-        made.add_tokens([AddedToken(f"[word{count}]", special=False)])
+    hf_tokenizer.add_special_tokens([*special, "<|channel>", "<channel|>", *turns, "<|tool_call>"])
+    while (count := hf_tokenizer.get_vocab_size()) < 320:
+        hf_tokenizer.add_tokens([AddedToken(f"[word{count}]", special=False)])
     tokenizer(
-        folder, made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>",
+        folder, hf_tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>",
         additional_special_tokens=[*turns],
     )  # fmt: skip
 
@@ -160,12 +164,12 @@ def save(name: str, folder: Path) -> None:
     if name == INTERN:
         config, tensors = write_checkpoint(folder)
         rope = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "model_type": "internlm2"}
-        config, made = internlm2(config | rope, tensors)
+        config, converted = internlm2(config | rope, tensors)
         rows = config["vocab_size"] = 310  # pieces of the model, as llama.cpp asks for each
-        ends = "model.tok_embeddings.weight", "output.weight"
-        made |= {end: made[end][:rows] for end in ends}
+        end_names = "model.tok_embeddings.weight", "output.weight"
+        converted |= {end: converted[end][:rows] for end in end_names}
         (folder / "config.json").write_text(json.dumps(config))
-        write_safetensors(folder / "model.safetensors", made)
+        write_safetensors(folder / "model.safetensors", converted)
         return
     from benchmarks.convert import tiny
 
@@ -180,16 +184,18 @@ def theirs(name: str, folder: Path, out: Path, kind: str) -> None:
 
     types = gguf.LlamaFileType
     by_name = {"f32": types.ALL_F32, "auto": types.GUESSED}
-    given = ModelBase.load_hparams(folder, False)
+    hparams = ModelBase.load_hparams(folder, False)
     for beginning, change in OLDER.items():
         if name.startswith(beginning):
-            change(given)
-    made = get_model_class(get_model_architecture(given, ModelType.TEXT))
-    if made.supports_mtp_export and "Qwen3" in name:
-        made.no_mtp = True  # transformers does not save the block that guesses further tokens
+            change(hparams)
+    model_class = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
+    if model_class.supports_mtp_export and "Qwen3" in name:
+        model_class.no_mtp = (
+            True  # transformers does not save the block that guesses further tokens
+        )
     with torch.inference_mode(), contextlib.redirect_stderr(io.StringIO()):
         file_type = by_name[kind] if kind in by_name else types[f"MOSTLY_{kind.upper()}"]
-        made(folder, file_type, out, hparams=given).write()
+        model_class(folder, file_type, out, hparams=hparams).write()
 
 
 def same(a: Any, b: Any) -> bool:
@@ -200,52 +206,66 @@ def same(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(same, a, b))
 
 
-def different(ours: GGUF, other: GGUF) -> tuple[Counter[str], list[str]]:
+def different(our_file: GGUF, their_file: GGUF) -> tuple[Counter[str], list[str]]:
     """Counts of tensors and keys, all and equal ones, and the names of those that differ."""
     counts, names = Counter[str](), list[str]()
-    for name in sorted({*ours.entries, *other.entries}):
+    for name in sorted({*our_file.entries, *their_file.entries}):
         counts["tensors"] += 1
-        a, b = ours.entries.get(name), other.entries.get(name)
+        a, b = our_file.entries.get(name), their_file.entries.get(name)
         fits = a and b and (tuple(a.shape), str(a.dtype)) == (tuple(b.shape), str(b.dtype))
-        if fits and ours.array(name).tobytes() == other.array(name).tobytes():
+        if fits and our_file.array(name).tobytes() == their_file.array(name).tobytes():
             counts["equal tensors"] += 1
         else:
             names.append(name)
-    for name in sorted({*ours.values, *other.values} - GUESSED):
+    for name in sorted({*our_file.values, *their_file.values} - GUESSED):
         counts["keys"] += 1
-        one, two = ours.values.get(name), other.values.get(name)
-        if one and two and one.kind == two.kind and same(one.value, two.value):
+        our_value, their_value = our_file.values.get(name), their_file.values.get(name)
+        if (
+            our_value
+            and their_value
+            and our_value.kind == their_value.kind
+            and same(our_value.value, their_value.value)
+        ):
             counts["equal keys"] += 1
         else:
             names.append(name)
     return counts, names
 
 
-def close(name: str, ours: GGUF, other: GGUF) -> bool:
+def close(name: str, our_file: GGUF, their_file: GGUF) -> bool:
     """Whether a tensor that differs does so in its last bits only."""
-    pair = [file.entries.get(name) for file in (ours, other)]
+    pair = [file.entries.get(name) for file in (our_file, their_file)]
     if not all(entry and str(entry.dtype) == "f32" for entry in pair):
         return False
-    a, b = (one.array(name).astype(np.float64) for one in (ours, other))
+    a, b = (gguf_entry.array(name).astype(np.float64) for gguf_entry in (our_file, their_file))
     return a.shape == b.shape and bool((np.abs(a - b) <= 4e-7 * np.abs(b)).all())
 
 
-def told(name: str, ours: GGUF, other: GGUF, names: Sequence[str]) -> tuple[bool, list[str]]:
+def told(
+    name: str, our_file: GGUF, their_file: GGUF, names: Sequence[str]
+) -> tuple[bool, list[str]]:
     """Whether all that differs has a reason, and what to say about it."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for one in names:
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for key in names:
         fits = (
-            why for start, form, why in WHY if name.startswith(start) and re.fullmatch(form, one)
+            reason_text
+            for start, form, reason_text in WHY
+            if name.startswith(start) and re.fullmatch(form, key)
         )
         reason = next(fits, "**no**")
-        if one.endswith(".ssm_a") and not close(one, ours, other):
+        if key.endswith(".ssm_a") and not close(key, our_file, their_file):
             reason = "**no**"
-        here, there = (one in file.values or one in file.entries for file in (ours, other))
-        where = "" if here and there else "here only: " if here else "there only: "
-        short = re.sub(r"blk\.\d+", "blk.*", one).replace("tokenizer.ggml.", "")
-        found.setdefault((reason, where), []).append(short)
-    said = [f"{at}{', '.join(dict.fromkeys(what))} ({why})" for (why, at), what in found.items()]
-    return all(why != "**no**" for why, _ in found), said
+        is_ours, is_theirs = (
+            key in file.values or key in file.entries for file in (our_file, their_file)
+        )
+        side = "" if is_ours and is_theirs else "here only: " if is_ours else "there only: "
+        short_name = re.sub(r"blk\.\d+", "blk.*", key).replace("tokenizer.ggml.", "")
+        grouped.setdefault((reason, side), []).append(short_name)
+    said = [
+        f"{at}{', '.join(dict.fromkeys(short_names))} ({reason_text})"
+        for (reason_text, at), short_names in grouped.items()
+    ]
+    return all(reason_text != "**no**" for reason_text, _ in grouped), said
 
 
 def taken(name: str, vocabulary: str) -> bool:
@@ -259,48 +279,56 @@ def compared(name: str, kind: str, folder: Path) -> tuple[bool, Counter[str], li
     """Both files of a folder: whether they are as they should be, counts, and what to say; None for no such class."""
     a, b = folder.parent / "a.gguf", folder.parent / "b.gguf"
     theirs(name, folder, b, kind)
-    other = GGUF(b)
-    model = other.metadata["tokenizer.ggml.model"]
+    their_file = GGUF(b)
+    model = their_file.metadata["tokenizer.ggml.model"]
     if (folder / "tokenizer.model").exists() and model != "llama":
         return None  # its converter made bytes of pieces, which such models never have
     convert(folder, a, kind)
-    counts, names = different(GGUF(a), other)
-    good, said = told(name, GGUF(a), other, names)
+    counts, names = different(GGUF(a), their_file)
+    good, said = told(name, GGUF(a), their_file, names)
     return good, counts, said
 
 
 def row(name: str, kind: str) -> tuple[bool, str]:
     """Both files of a class, with each vocabulary that llama.cpp's converter takes."""
     used, counts, lines, refused = [*""], Counter[str](), [*""], ""
-    short, good = name.replace("Config", ""), True
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) / "tiny"
+    short_name, good = name.replace("Config", ""), True
+    with tempfile.TemporaryDirectory() as tmp_folder:
+        folder = Path(tmp_folder) / "tiny"
         save(name, folder)
-        for vocabulary in (one for one in VOCABULARIES if taken(name, one)):
+        for vocabulary in (
+            vocabulary_name for vocabulary_name in VOCABULARIES if taken(name, vocabulary_name)
+        ):
             unnamed(folder)
             VOCABULARIES[vocabulary](folder)
             try:
-                found = compared(name, kind, folder)
+                comparison = compared(name, kind, folder)
             except InputError as error:  # packtrain's
-                return False, f"| {short} | {kind} | {vocabulary} | - | - | **no**: {error} |"
+                return False, f"| {short_name} | {kind} | {vocabulary} | - | - | **no**: {error} |"
             except (Exception, SystemExit) as error:
                 refused = f"llama.cpp's converter stops: {error!r}"[:200]
                 continue
-            if found is not None:
+            if comparison is not None:
                 used.append(vocabulary)
-                good, counts, lines = good and found[0], counts + found[1], lines + found[2]
+                good, counts, lines = (
+                    good and comparison[0],
+                    counts + comparison[1],
+                    lines + comparison[2],
+                )
     if not used:
-        return False, f"| {short} | {kind} | - | - | - | **no**: {refused} |"
-    tensors, keys = (f"{counts[f'equal {what}']} of {counts[what]}" for what in ("tensors", "keys"))
+        return False, f"| {short_name} | {kind} | - | - | - | **no**: {refused} |"
+    tensors, keys = (
+        f"{counts[f'equal {quantity}']} of {counts[quantity]}" for quantity in ("tensors", "keys")
+    )
     differs = "; ".join(dict.fromkeys(lines)) or "-"
-    return good, f"| {short} | {kind} | {', '.join(used)} | {tensors} | {keys} | {differs} |"
+    return good, f"| {short_name} | {kind} | {', '.join(used)} | {tensors} | {keys} | {differs} |"
 
 
 def whole(generate: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     """With what a generator returns behind what it yields: llama.cpp's of StableLM returns the heads' norms."""
 
-    def made(*given: Any) -> Iterator[Any]:
-        returned: Any = yield from generate(*given)
+    def made(*args: Any) -> Iterator[Any]:
+        returned: Any = yield from generate(*args)
         yield from returned or ()
 
     return made
@@ -357,11 +385,11 @@ def main() -> int:
     prepared(args.llama_cpp.absolute())
     if not args.rows:
         print(HEADING)
-    wanted, good = tuple(args.classes), True
+    prefixes, good = tuple(args.classes), True
     for name in [*CLASSES, INTERN]:
-        for kind in args.types if name.startswith(wanted or "") else ():
-            fine, line = row(name, kind)
-            good = good and fine
+        for kind in args.types if name.startswith(prefixes or "") else ():
+            is_good, line = row(name, kind)
+            good = good and is_good
             print(line, flush=True)
     return 0 if good else 1
 

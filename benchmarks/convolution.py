@@ -24,14 +24,14 @@ ONE, TWO, IMAGES = (8, 1, 3, 3), (16, 8, 3, 3), (BATCH, 1, 28, 28)
 EDGES = {"padding": (1, 1)}
 
 
-def net(x: pt.Tensor, first: pt.Tensor, second: pt.Tensor) -> pt.Tensor:
-    for w in (first, second):
+def net(x: pt.Tensor, conv1_w: pt.Tensor, conv2_w: pt.Tensor) -> pt.Tensor:
+    for w in (conv1_w, conv2_w):
         x = ops.pool_2d(ops.relu(ops.conv_2d(x, w, **EDGES)), largest=True, window=(2, 2))
     return x
 
 
-def net_torch(x: Any, first: Any, second: Any) -> Any:
-    for w in (first, second):
+def net_torch(x: Any, conv1_w: Any, conv2_w: Any) -> Any:
+    for w in (conv1_w, conv2_w):
         x = F.max_pool2d(F.conv2d(x, w, **EDGES).relu(), 2)
     return x
 
@@ -63,8 +63,10 @@ def prepared(case: Case, values: list[np.ndarray]) -> tuple[Callable[[], Any], C
     leaves = [pt.weight(f"x{i}", shape) for i, shape in enumerate(shapes)]
     y = make(*leaves)
     loss = ops.sum(ops.sqr(y) if wrt else y)
-    made = pt.differentiate(loss, [leaves[i] for i in wrt]) if wrt else {}
-    graph = pt.Graph({f"d/{t.label}": d for t, d in made.items()} | ({} if wrt else {"loss": loss}))
+    gradients = pt.differentiate(loss, [leaves[i] for i in wrt]) if wrt else {}
+    graph = pt.Graph(
+        {f"d/{t.label}": d for t, d in gradients.items()} | ({} if wrt else {"loss": loss})
+    )
     session = pt.Session()
     run = session.executor(pt.place(graph))
     session.set({t.label: value for t, value in zip(leaves, values, strict=True)})
@@ -86,16 +88,18 @@ def main() -> None:
     for name, case in CASES.items():
         values = [rng.standard_normal(shape, np.float32) / 3 for shape in case[2]]
         pair = prepared(case, values)
-        for ours, theirs in zip(*(one() for one in pair), strict=True):
-            assert np.abs(ours - theirs).max() <= 1e-3 * np.abs(theirs).max(), name
+        for our_values, their_values in zip(*(step() for step in pair), strict=True):
+            assert np.abs(our_values - their_values).max() <= 1e-3 * np.abs(their_values).max(), (
+                name
+            )
         seconds: tuple[list[float], list[float]] = [], []
         for _ in range(TURNS):
-            for one, taken in zip(pair, seconds, strict=True):
-                began = time.perf_counter()
-                one()
-                taken.append(time.perf_counter() - began)
-        ours, theirs = (1e3 * statistics.median(taken) for taken in seconds)
-        print(f"{name:44} {ours:9.1f} {theirs:8.1f} {ours / theirs:6.2f}")
+            for step, durations in zip(pair, seconds, strict=True):
+                start_time = time.perf_counter()
+                step()
+                durations.append(time.perf_counter() - start_time)
+        our_values, their_values = (1e3 * statistics.median(durations) for durations in seconds)
+        print(f"{name:44} {our_values:9.1f} {their_values:8.1f} {our_values / their_values:6.2f}")
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ def seconds(context: Context, count: int) -> float:
         context.remove(seq)
     ids = [3 + seq for seq in seqs]
     context.decode(ids, seqs)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(WRITTEN):
         ids = [int(row.argmax()) for row in context.decode(ids, seqs)]
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def compare(path: Path, activations: str, sequences: int, rounds: int) -> None:
@@ -53,11 +53,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = given.model or made(Path(folder), "Q4_K_M")
+        path = args.model or made(Path(folder), "Q4_K_M")
         for activations in (F32, Q8) if has_rounded(open_model(path)) else (F32,):
-            compare(path, activations, given.sequences, given.rounds)
+            compare(path, activations, args.sequences, args.rounds)
 
 
 if __name__ == "__main__":

@@ -21,44 +21,44 @@ from packtrain.models.config import Config
 
 def seconds(work: Callable[[], object], rounds: int) -> float:
     """Median seconds of a call."""
-    taken = []
+    durations = []
     for _ in range(rounds):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+        durations.append(time.perf_counter() - start_time)
+    return statistics.median(durations)
 
 
 def graph_of(blocks: int) -> tuple[int, float, float, float]:
     """Ops of a llama's training graph with this many blocks, and seconds to build, differentiate and plan it."""
     config = Config(64, 16, 16, blocks, 32, 2, 1)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     weights = transformer.weights(config)
-    made = transformer.loss(config, weights, 1, 16)
+    model_loss = transformer.loss(config, weights, 1, 16)
     built = time.perf_counter()
-    graph = training({"loss": made.loss}, list(weights.values()), AdamW())
+    graph = training({"loss": model_loss.loss}, list(weights.values()), AdamW())
     differentiated = time.perf_counter()
     pt.make_plan(pt.place(graph))
     planned = time.perf_counter()
-    return len(graph.calls), built - began, differentiated - built, planned - differentiated
+    return len(graph.calls), built - start_time, differentiated - built, planned - differentiated
 
 
 def building() -> None:
     print(
         f"{'ops':>7} {'build s':>8} {'differentiate s':>16} {'place, plan s':>14} {'sum s':>7} {'ratio':>6}"
     )
-    before = 0.0
+    last_total = 0.0
     per_block = (graph_of(12)[0] - graph_of(2)[0]) / 10
-    for wanted in (10_000, 20_000):
-        blocks = round(wanted / per_block)
+    for num_calls in (10_000, 20_000):
+        blocks = round(num_calls / per_block)
         rounds = [graph_of(blocks) for _ in range(5)]
         parts = [statistics.median(r[i] for r in rounds) for i in (1, 2, 3)]
         total = sum(parts)
-        ratio = f"{total / before:6.2f}" if before else ""
+        ratio = f"{total / last_total:6.2f}" if last_total else ""
         print(
             f"{rounds[0][0]:7} {parts[0]:8.3f} {parts[1]:16.3f} {parts[2]:14.3f} {total:7.3f} {ratio}"
         )
-        before = total
+        last_total = total
 
 
 def overhead() -> None:
@@ -74,9 +74,9 @@ def overhead() -> None:
         for call in calls:
             call()
 
-    given = {"x": np.ones(1, np.float32)}
-    run(given)
-    pairs = [(seconds(lambda: run(given), 5), seconds(bare, 5)) for _ in range(21)]
+    inputs = {"x": np.ones(1, np.float32)}
+    run(inputs)
+    pairs = [(seconds(lambda: run(inputs), 5), seconds(bare, 5)) for _ in range(21)]
     extra = statistics.median(a - b for a, b in pairs) / n
     print(
         f"executor: {extra * 1e6:.3f} us an op over a bare loop ({pairs[0][1] / n * 1e6:.2f} us an op itself)"

@@ -66,8 +66,12 @@ def cases() -> Iterator[Case]:
         parts = [f"{level} --iters 40", f"{level} {STEPS} --resume"]
         yield f"{name}, resumed", [f"{level} {STEPS}"], parts
     for name in ("train", "train, 3 micro-batches", "lora, q4_k_m"):
-        for more in (0, 1, 3, 6, 10):
-            yield f"{name}, + {more} MiB", [f"{runs[name]} --iters 20 --memory least+{more}MiB"], []
+        for extra_mib in (0, 1, 3, 6, 10):
+            yield (
+                f"{name}, + {extra_mib} MiB",
+                [f"{runs[name]} --iters 20 --memory least+{extra_mib}MiB"],
+                [],
+            )
     yield from others()
 
 
@@ -91,12 +95,14 @@ def others() -> Iterator[Case]:
 
 
 def packtrain(tree: Path, folder: str, command: str) -> subprocess.CompletedProcess[str]:
-    there = {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(Path("cache").absolute())}
-    whole = [sys.executable, "-m", "packtrain", *command.split()]
-    return subprocess.run(whole, cwd=folder, env=os.environ | there, capture_output=True, text=True)
+    env_variables = {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(Path("cache").absolute())}
+    argv = [sys.executable, "-m", "packtrain", *command.split()]
+    return subprocess.run(
+        argv, cwd=folder, env=os.environ | env_variables, capture_output=True, text=True
+    )
 
 
-def prepare(before: Path) -> None:
+def prepare(old_tree: Path) -> None:
     """In this folder: the kernels of both, text, conversations, three bases, checkpoints, and rates that stay."""
     Path("cache/packtrain").mkdir(parents=True)
     os.symlink(cache_root() / "kernels", "cache/packtrain/kernels")
@@ -105,14 +111,14 @@ def prepare(before: Path) -> None:
     Path("base").mkdir()
     for base in BASES:
         train, pack = f"{TRAIN} --iters 30", f"quantize ../f32.gguf ../{base}.gguf {base}"
-        done = packtrain(before, "base", f"{train} -o ../f32.gguf" if base == "f32" else pack)
+        done = packtrain(old_tree, "base", f"{train} -o ../f32.gguf" if base == "f32" else pack)
         assert done.returncode == 0, done.stderr
     for kind in hugging_face.KINDS:
         hugging_face.write_checkpoint(Path("checkpoints") / kind.replace(" ", "-"), kind)
     shutil.copytree("cache/packtrain", "rates", ignore=shutil.ignore_patterns("kernels", "tokens"))
 
 
-def run(commands: Sequence[tuple[Path, str]], kept: str) -> Path:
+def run(commands: Sequence[tuple[Path, str]], saved_name: str) -> Path:
     """Commands of trees, in a folder that is called the same for all, so that paths are equal; it is kept."""
     Path("here").mkdir()
     said = []
@@ -122,17 +128,19 @@ def run(commands: Sequence[tuple[Path, str]], kept: str) -> Path:
         lines = (done.stdout + done.stderr).splitlines()
         said += [line for line in lines if not VARYING.search(line)] + [f"exit {done.returncode}"]
     Path("here/said").write_text("\n".join(said))
-    return Path("here").rename(kept)
+    return Path("here").rename(saved_name)
 
 
-def within(command: str, before: Path) -> str:
+def within(command: str, old_tree: Path) -> str:
     """A command with the --memory that it asks for: so many MiB more than the least that both trees can do with."""
-    bare, asked, more = command.partition(" --memory least+")
-    if not asked:
+    base_command, has_memory, extra_mib = command.partition(" --memory least+")
+    if not has_memory:
         return command
-    refused = [packtrain(tree, "base", f"{bare} --memory 1MiB") for tree in (before, HERE)]
-    least = max(int(LEAST.findall(done.stderr)[0]) for done in refused)
-    return f"{bare} --memory {least + int(more.removesuffix('MiB'))}MiB"
+    refused = [
+        packtrain(tree, "base", f"{base_command} --memory 1MiB") for tree in (old_tree, HERE)
+    ]
+    min_mib = max(int(LEAST.findall(done.stderr)[0]) for done in refused)
+    return f"{base_command} --memory {min_mib + int(extra_mib.removesuffix('MiB'))}MiB"
 
 
 def differences(a: Path, b: Path, parts: bool) -> Iterator[str]:
@@ -142,7 +150,7 @@ def differences(a: Path, b: Path, parts: bool) -> Iterator[str]:
         yield from differing("files", *map(dict.fromkeys, names))
     for name in sorted(names[0] & names[1]):
         if (a / name).read_bytes() != (b / name).read_bytes():
-            yield from (f"{name}: {what}" for what in in_file(GGUF(a / name), GGUF(b / name)))
+            yield from (f"{name}: {change}" for change in in_file(GGUF(a / name), GGUF(b / name)))
     for log in a.rglob("metrics.jsonl"):
         yield from differing("steps", steps(log), steps(b / log.relative_to(a)))
     said = [(folder / "said").read_text().splitlines() for folder in (a, b)]
@@ -154,19 +162,21 @@ def differences(a: Path, b: Path, parts: bool) -> Iterator[str]:
 
 
 def in_file(a: GGUF, b: GGUF) -> Iterator[str]:
-    given = [{**file.metadata} for file in (a, b)]
-    for metadata in given:
+    metadata_dicts = [{**file.metadata} for file in (a, b)]
+    for metadata in metadata_dicts:
         for key in ("packtrain.checkpoint.progress", "packtrain.checkpoint.about"):
             metadata |= json.loads(metadata.pop(key, "{}"))
     arrays = [{name: hash(file.array(name).tobytes()) for name in file.entries} for file in (a, b)]
-    yield from differing("metadata", *given)
+    yield from differing("metadata", *metadata_dicts)
     yield from differing("tensors", *arrays)
 
 
-def differing(what: str, a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
-    unlike = [key for key in {**a, **b}.keys() - PASSING if str(a.get(key)) != str(b.get(key))]
-    if unlike:
-        yield f"{what} {', '.join(sorted(unlike)[:3])} of {len(unlike)}"
+def differing(label: str, a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
+    differing_keys = [
+        key for key in {**a, **b}.keys() - PASSING if str(a.get(key)) != str(b.get(key))
+    ]
+    if differing_keys:
+        yield f"{label} {', '.join(sorted(differing_keys)[:3])} of {len(differing_keys)}"
 
 
 def steps(log: Path) -> dict[str, object]:
@@ -181,18 +191,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, required=True)
     parser.add_argument("--only", default="", help="pattern of names of cases")
-    given = parser.parse_args()
-    before = given.before.absolute()
+    args = parser.parse_args()
+    old_tree = args.before.absolute()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     os.chdir(WORK)
-    prepare(before)
-    for name, commands, begun in (case for case in cases() if re.search(given.only, case[0])):
-        theirs = [(before, within(command, before)) for command in commands]
-        ours = [(before, command) for command in begun[:-1]]
-        ours += [(HERE, command) for command in begun[-1:] or (command for _, command in theirs)]
-        sides = run(theirs, f"{name}.before"), run(ours, f"{name}.now")
-        print(f"{name:<36} {'; '.join(differences(*sides, bool(begun))) or 'equal'}", flush=True)
+    prepare(old_tree)
+    for name, commands, resumed in (case for case in cases() if re.search(args.only, case[0])):
+        old_commands = [(old_tree, within(command, old_tree)) for command in commands]
+        new_commands = [(old_tree, command) for command in resumed[:-1]]
+        new_commands += [
+            (HERE, command) for command in resumed[-1:] or (command for _, command in old_commands)
+        ]
+        sides = run(old_commands, f"{name}.before"), run(new_commands, f"{name}.now")
+        print(f"{name:<36} {'; '.join(differences(*sides, bool(resumed))) or 'equal'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def style(setup: Setup) -> Iterator[Row]:
     seeds = SEEDS[:1] if setup.short else SEEDS
     text = work / "text.txt"
     text.write_bytes(setup.text.read_bytes()[:TEXT_NBYTES].decode(errors="ignore").encode())
-    before = ours(setup.base, text, CONTEXT).perplexity
+    base_perplexity = ours(setup.base, text, CONTEXT).perplexity
     for seed in seeds:
         tuned = work / f"tuned-{seed}.gguf"
         names = {
@@ -42,8 +42,8 @@ def style(setup: Setup) -> Iterator[Row]:
         }
         for command in COMMANDS:
             _, *arguments = (str(names.get(word, word)) for word in shlex.split(command))
-            more = ("--overwrite", "--seed", seed) if arguments[0] == "finetune" else ()
-            done = packtrain(*arguments, *more)
+            seed_flags = ("--overwrite", "--seed", seed) if arguments[0] == "finetune" else ()
+            done = packtrain(*arguments, *seed_flags)
             if done.code:
                 yield failed(command, done)
                 return
@@ -51,17 +51,20 @@ def style(setup: Setup) -> Iterator[Row]:
         good = done.peak <= LIMIT and done.seconds <= SECONDS
         yield Row(f"the guide's finetune, seed {seed}", said, "1,024 MiB, 15 minutes", good)
         yield from answers(tuned, seed)
-        growth = ours(tuned, text, CONTEXT).perplexity / before - 1
+        growth = ours(tuned, text, CONTEXT).perplexity / base_perplexity - 1
         name = f"perplexity of another text, seed {seed}"
         yield Row(name, f"{growth:+.1%}", f"at most {GROWTH:+.0%}", growth <= GROWTH)
 
 
 def answers(tuned: Path, seed: int) -> Iterator[Row]:
     """How many held-out questions are answered in style, at temperature 0 and at the default."""
-    for name, settings, least in (("temperature 0", {"temp": 0.0}, STRICT), ("default", {}, LOOSE)):
+    for name, settings, min_count in (
+        ("temperature 0", {"temp": 0.0}, STRICT),
+        ("default", {}, LOOSE),
+    ):
         talk, count = pt.chat(tuned, seed=seed, **settings), 0
         for question in HELD_OUT:
             talk.clear()
             count += in_style(talk.answer(question).text)
-        said, wanted = f"{count} of {len(HELD_OUT)}", f"{least} or more"
-        yield Row(f"in style, {name}, seed {seed}", said, wanted, count >= least)
+        said, required = f"{count} of {len(HELD_OUT)}", f"{min_count} or more"
+        yield Row(f"in style, {name}, seed {seed}", said, required, count >= min_count)

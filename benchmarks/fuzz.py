@@ -72,31 +72,35 @@ def drafts(kind: str, folder: Path) -> list[fuzz.Draft]:
 
 
 def work(
-    kind: str, seeds: Iterable[int], at: "Synchronized[int]", out: "SimpleQueue[Done]"
+    kind: str, seeds: Iterable[int], at: "Synchronized[int]", results: "SimpleQueue[Done]"
 ) -> None:
     """Judge the files of these seeds; what is found goes out batch by batch, the seed at hand is always known."""
-    use, found, faults, slowest = USES[kind], Counter[str](), list[tuple[int, str]](), 0.0
-    batch, room = (BATCH, HEADER_NBYTES) if kind == "headers" else (1, FILE_NBYTES)
+    use, outcomes, faults, slowest = USES[kind], Counter[str](), list[tuple[int, str]](), 0.0
+    batch, max_nbytes = (BATCH, HEADER_NBYTES) if kind == "headers" else (1, FILE_NBYTES)
     with tempfile.TemporaryDirectory(dir=fastest()) as folder:
-        made, path, left = drafts(kind, Path(folder)), Path(folder) / "hostile.gguf", [*seeds]
-        for draft in made:
+        seed_drafts, path, remaining = (
+            drafts(kind, Path(folder)),
+            Path(folder) / "hostile.gguf",
+            [*seeds],
+        )
+        for draft in seed_drafts:
             path.write_bytes(draft.encode())
             use(path)
-        while left:
-            now, left = left[:batch], left[batch:]
-            with fuzz.limits(room):
+        while remaining:
+            now, remaining = remaining[:batch], remaining[batch:]
+            with fuzz.limits(max_nbytes):
                 for seed in now:
                     at.value = seed
-                    began = time.perf_counter()
-                    path.write_bytes(fuzz.hostile(made[seed % len(made)], seed))
+                    start_time = time.perf_counter()
+                    path.write_bytes(fuzz.hostile(seed_drafts[seed % len(seed_drafts)], seed))
                     try:
-                        found[fuzz.judged(use, path)] += 1
+                        outcomes[fuzz.judged(use, path)] += 1
                     except fuzz.Fault as fault:
                         faults.append((seed, str(fault)))
-                    slowest = max(slowest, time.perf_counter() - began)
-            if len(left) % 10_000 < batch:
-                out.put((found, faults, slowest))
-                found, faults = Counter(), []
+                    slowest = max(slowest, time.perf_counter() - start_time)
+            if len(remaining) % 10_000 < batch:
+                results.put((outcomes, faults, slowest))
+                outcomes, faults = Counter(), []
 
 
 def fastest() -> str:
@@ -104,39 +108,50 @@ def fastest() -> str:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
-def run(kind: str, first: int, count: int) -> int:
+def run(kind: str, first_seed: int, count: int) -> int:
     """Print what became of so many files; the number of faults."""
     context = multiprocessing.get_context("spawn")
-    at, began, seed, slowest = context.Value("q", first), time.monotonic(), first, 0.0
-    found, faults = Counter[str](), list[tuple[int, str]]()
-    while seed < first + count:
-        out: SimpleQueue[Done] = context.SimpleQueue()
-        child = context.Process(target=work, args=(kind, range(seed, first + count), at, out))
+    at, start_time, seed, slowest = (
+        context.Value("q", first_seed),
+        time.monotonic(),
+        first_seed,
+        0.0,
+    )
+    counts, faults = Counter[str](), list[tuple[int, str]]()
+    while seed < first_seed + count:
+        results: SimpleQueue[Done] = context.SimpleQueue()
+        child = context.Process(
+            target=work, args=(kind, range(seed, first_seed + count), at, results)
+        )
         child.start()
-        while child.is_alive() or not out.empty():
-            if out.empty():
+        while child.is_alive() or not results.empty():
+            if results.empty():
                 child.join(0.1)
                 continue
-            more, worse, slow = out.get()
-            found, faults, slowest = found + more, faults + worse, max(slowest, slow)
-        seed = first + count
+            new_outcomes, new_faults, new_slowest = results.get()
+            counts, faults, slowest = (
+                counts + new_outcomes,
+                faults + new_faults,
+                max(slowest, new_slowest),
+            )
+        seed = first_seed + count
         if child.exitcode:
             seed = at.value + 1
             faults.append((at.value, f"the process ended with {child.exitcode}"))
-    minutes = (time.monotonic() - began) / 60
-    outcomes = ", ".join(f"{number:,} {what}" for what, number in found.most_common())
-    print(f"{count:,} {kind} from seed {first}: {outcomes}; {len(faults)} faults", end="")
+    minutes = (time.monotonic() - start_time) / 60
+    outcomes = ", ".join(f"{number:,} {label}" for label, number in counts.most_common())
+    print(f"{count:,} {kind} from seed {first_seed}: {outcomes}; {len(faults)} faults", end="")
     print(f" ({minutes:.1f} minutes, the slowest {slowest:.2f} s)")
-    for number, what in faults[:100]:
-        print(f"  seed {number}: {what}")
+    for number, label in faults[:100]:
+        print(f"  seed {number}: {label}")
     return len(faults)
 
 
 def show(kind: str, seed: int) -> None:
     """One file, with where its error came from."""
     with tempfile.TemporaryDirectory() as folder:
-        made, path = drafts(kind, Path(folder)), Path(folder) / "hostile.gguf"
-        path.write_bytes(fuzz.hostile(made[seed % len(made)], seed))
+        seed_drafts, path = drafts(kind, Path(folder)), Path(folder) / "hostile.gguf"
+        path.write_bytes(fuzz.hostile(seed_drafts[seed % len(seed_drafts)], seed))
         try:
             USES[kind](path)
         except Exception:

@@ -72,17 +72,17 @@ class Side:
 
 def taking_turns(device: str, preset: str, base: Path | None, program: str, precision: str) -> Any:
     """A function that takes a step, and says what it took."""
-    given = device, preset, base, precision
-    return timed(device, ours(*given) if program == OURS else theirs(*given, program == COMPILED))
+    args = device, preset, base, precision
+    return timed(device, ours(*args) if program == OURS else theirs(*args, program == COMPILED))
 
 
 def timed(device: str, step: Callable[[], float]) -> Callable[[], Turn]:
     cuda = kernels.torch().cuda if device.startswith("cuda") else None
 
     def turn() -> Turn:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         loss = step()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
         return seconds, loss, int(cuda.max_memory_reserved()) if cuda else 0
 
     return turn
@@ -103,7 +103,7 @@ def theirs(
     from benchmarks.torch_tuned import Tuned
 
     kernels.torch().set_float32_matmul_precision("high" if precision == TF32 else "highest")
-    there = "cpu" if device.startswith("torch:cpu") else device
+    torch_device = "cpu" if device.startswith("torch:cpu") else device
     if base is None:
         config = PRESETS[preset]
         batch = training.batch_of(config, training.ROWS[preset], config.context_length)
@@ -114,7 +114,7 @@ def theirs(
         batch = training.batch_of(config, 1, min(training.TIME, config.context_length))
         values = {name: unpacked(array) for name, array in file.stored().items()}
         model = Tuned(config, values, RANK, SCALE, real=compiled)
-    return torch_peer.training(model, batch, compiled, precision == "bf16", there)
+    return torch_peer.training(model, batch, compiled, precision == "bf16", torch_device)
 
 
 def unpacked(array: np.ndarray) -> np.ndarray:
@@ -127,16 +127,16 @@ def unpacked(array: np.ndarray) -> np.ndarray:
 def compared(title: str, sides: list[Side], rounds: int) -> bool:
     """Print the table; whether the losses of the first step agree. A side that fails is left out, and said."""
     with ExitStack() as stack, ThreadPoolExecutor(len(sides)) as pool:
-        for side, why in [*pool.map(lambda side: started(side, stack), sides)]:
-            if why:
-                print(f"{side} failed: {why}")
+        for side, failure in [*pool.map(lambda side: started(side, stack), sides)]:
+            if failure:
+                print(f"{side} failed: {failure}")
                 sides.remove(side)
         for _ in range(rounds):
             for side in sides:
                 side.turn()
     print(*lines_of(title, sides), sep="\n", flush=True)
-    first = sides[0].turns[0][1]
-    return all(abs(side.turns[0][1] / first - 1) <= LIKE for side in sides)
+    first_loss = sides[0].turns[0][1]
+    return all(abs(side.turns[0][1] / first_loss - 1) <= LIKE for side in sides)
 
 
 def started(side: Side, stack: ExitStack) -> tuple[Side, str]:
@@ -154,36 +154,45 @@ def lines_of(title: str, sides: Sequence[Side]) -> Iterator[str]:
     yield title
     yield "| program | precision | ms | packtrain in f32 is so many times as fast | MiB | first loss |"
     yield "|---|---|---|---|---|---|"
-    first = sides[0]
+    baseline = sides[0]
     for side in sides:
         _, loss, _ = side.turns[0]
         nbytes = side.turns[-1][2]
-        times = "" if side is first else f"{paired(first.seconds, side.seconds):.2f}"
+        times = "" if side is baseline else f"{paired(baseline.seconds, side.seconds):.2f}"
         mib = f"{nbytes / 2**20:,.0f}" if nbytes else "not counted"
-        took = 1e3 * statistics.median(side.seconds)
-        yield f"| {side.program} | {side.precision} | {took:.2f} | {times} | {mib} | {loss:.4f} |"
+        median_ms = 1e3 * statistics.median(side.seconds)
+        yield f"| {side.program} | {side.precision} | {median_ms:.2f} | {times} | {mib} | {loss:.4f} |"
 
 
-def kernels_of(step: Callable[[], float], most: int = 20) -> Iterator[str]:
+def kernels_of(step: Callable[[], float], max_rows: int = 20) -> Iterator[str]:
     """Microseconds of the kernels of one step, those that take most first."""
     torch = kernels.torch()
     for _ in range(WARM):
         step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    found = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)
-    total = sum(one.self_device_time_total for one in found)
-    yield f"{sum(one.count for one in found)} kernels and copies, {total:,.0f} us"
-    for one in found[:most]:
-        yield f"{one.self_device_time_total:9,.0f} us {one.count:5d} x {one.key[:90]}"
+    sorted_kernels = sorted(
+        profile.key_averages(), key=lambda kernel: -kernel.self_device_time_total
+    )
+    total = sum(kernel.self_device_time_total for kernel in sorted_kernels)
+    yield f"{sum(kernel.count for kernel in sorted_kernels)} kernels and copies, {total:,.0f} us"
+    for kernel in sorted_kernels[:max_rows]:
+        yield f"{kernel.self_device_time_total:9,.0f} us {kernel.count:5d} x {kernel.key[:90]}"
 
 
 def sides_of(device: str, preset: str, base: Path | None) -> list[Side]:
     """Those that the device has: in other precisions than f32 only on `cuda`."""
-    names = [one for one in SIDES if one[1] == "f32" or device.startswith("cuda")]
-    given = device, preset, base
-    return [Side(*one, Peer("benchmarks.gpu", "taking_turns", *given, *one)) for one in names]
+    names = [
+        program_precision
+        for program_precision in SIDES
+        if program_precision[1] == "f32" or device.startswith("cuda")
+    ]
+    args = device, preset, base
+    return [
+        Side(*program_precision, Peer("benchmarks.gpu", "taking_turns", *args, *program_precision))
+        for program_precision in names
+    ]
 
 
 def checked(base: Path | None) -> None:
@@ -200,23 +209,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--precision", default="f32", choices=PRECISIONS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        if given.device.partition(":")[0] not in ("cuda", "mps", "torch"):
-            raise InputError(f"--device {given.device}: it must be cuda, mps or torch:cpu")
-        target(given.device)
-        checked(given.base)
-        if given.kernels:
-            step = ours(given.device, given.preset, given.base, given.precision)
+        if args.device.partition(":")[0] not in ("cuda", "mps", "torch"):
+            raise InputError(f"--device {args.device}: it must be cuda, mps or torch:cpu")
+        target(args.device)
+        checked(args.base)
+        if args.kernels:
+            step = ours(args.device, args.preset, args.base, args.precision)
             print(*kernels_of(step), sep="\n")
             return 0
-        what = given.preset if given.base is None else f"LoRA on {given.base.name}"
-        sides = sides_of(given.device, given.preset, given.base)
-        alike = compared(f"a step of {what} on {given.device}", sides, given.rounds)
+        workload = args.preset if args.base is None else f"LoRA on {args.base.name}"
+        sides = sides_of(args.device, args.preset, args.base)
+        is_alike = compared(f"a step of {workload} on {args.device}", sides, args.rounds)
     except InputError as error:
         print(f"benchmarks.gpu: {error}; nothing was measured", file=sys.stderr)
         return 1
-    return 0 if alike else 1
+    return 0 if is_alike else 1
 
 
 if __name__ == "__main__":

@@ -64,8 +64,10 @@ PERSON = {
 
 def documents() -> Iterator[tuple[str, str, str]]:
     """Name of a grammar, its text ('' for the schema) and a document."""
-    many = {f"key {n}": [PERSON, n, -n / 7, None, True, "naïve 🔵 text " * 3] for n in range(20)}
-    yield "json.gbnf", JSON, json.dumps(many, ensure_ascii=False)
+    large_record = {
+        f"key {n}": [PERSON, n, -n / 7, None, True, "naïve 🔵 text " * 3] for n in range(20)
+    }
+    yield "json.gbnf", JSON, json.dumps(large_record, ensure_ascii=False)
     yield "list.gbnf", LIST, "- bread and butter\n- two apples\n" * 40
     yield "arithmetic.gbnf", SUMS, "(a1 +12) *b -3 = 42\n" * 40
     yield "schema", "", json.dumps(PERSON)
@@ -75,10 +77,10 @@ def timed(grammar: Grammar, ids: list[int], size: int) -> list[float]:
     """Seconds of each token."""
     seconds = []
     for id in ids:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         allowed = grammar.allowed(size)
         grammar.accept(id)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start_time)
         assert allowed is not None and allowed[id]
     assert grammar.complete
     return seconds
@@ -88,27 +90,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="seconds of grammars")
     parser.add_argument("vocab", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    tokenizer = Tokenizer(GGUF(given.vocab).metadata)
-    size, slow = tokenizer.vocab_size, False
+    args = parser.parse_args()
+    tokenizer = Tokenizer(GGUF(args.vocab).metadata)
+    size, is_slow = tokenizer.vocab_size, False
     print(f"{size:,} tokens; microseconds of a token: median, p95, largest; milliseconds to begin")
     for name, text, document in documents():
-        began = time.perf_counter()
-        made = (
+        start_time = time.perf_counter()
+        grammar = (
             Grammar.from_gbnf(tokenizer, text)
             if text
             else Grammar.from_schema(tokenizer, json.dumps(SCHEMA))
         )
-        begin = time.perf_counter() - began
+        begin = time.perf_counter() - start_time
         # some vocabularies begin a text with a space
         start, ids = (tokenizer.encode(t, bos=False, eos=False) for t in ("\n", "\n" + document))
         ids = ids[len(start) :]
-        found = [s for _ in range(given.rounds) for s in timed(made.copy(), ids, size)]
-        middle, high = np.percentile(found, [50, 95])
-        slow |= high > MOST
-        shown = " ".join(f"{1e6 * s:8,.0f}" for s in (middle, high, max(found)))
-        print(f"{name:16} {len(ids):5,} tokens {shown} {1e3 * begin:8,.0f}")
-    return int(slow)
+        durations = [s for _ in range(args.rounds) for s in timed(grammar.copy(), ids, size)]
+        middle, high = np.percentile(durations, [50, 95])
+        is_slow |= high > MOST
+        percentiles = " ".join(f"{1e6 * s:8,.0f}" for s in (middle, high, max(durations)))
+        print(f"{name:16} {len(ids):5,} tokens {percentiles} {1e3 * begin:8,.0f}")
+    return int(is_slow)
 
 
 if __name__ == "__main__":

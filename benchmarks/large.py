@@ -39,16 +39,16 @@ LIMITS = {"110m": (2.2, 1.0), "1b": (17.0, None)}
 
 def decide(name: str, rates: cost_model.Rates) -> None:
     shape, request = StepShape(SHAPES[name], 1, TIME, evaluate=False), Request(AdamW(), rates)
-    began = time.perf_counter()
-    whole = make_plans(shape, request.optimizer)
-    planning = time.perf_counter() - began
-    limit = request.total(whole) - int(0.4 * whole.arena_nbytes)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
+    full_plans = make_plans(shape, request.optimizer)
+    planning = time.perf_counter() - start_time
+    limit = request.total(full_plans) - int(0.4 * full_plans.arena_nbytes)
+    start_time = time.perf_counter()
     answer = search(shape, request.within(limit))
-    took = time.perf_counter() - began
+    elapsed = time.perf_counter() - start_time
     print(
-        f"{name}: {request.total(whole) / GIB:.2f} GiB keeping everything (planned in {planning:.2f} s); "
-        f"{limit / GIB:.2f} GiB {'fits' if answer.fits else 'does not fit'}, decided in {took:.2f} s"
+        f"{name}: {request.total(full_plans) / GIB:.2f} GiB keeping everything (planned in {planning:.2f} s); "
+        f"{limit / GIB:.2f} GiB {'fits' if answer.fits else 'does not fit'}, decided in {elapsed:.2f} s"
     )
 
 
@@ -72,9 +72,9 @@ def run(name: str, rates: cost_model.Rates) -> None:
         transformer.initialise(config, 0, engine.session.fill)
         losses, seconds = [], []
         for number in (1, 2):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             losses.append(engine.step([batch], number, 1e-3).loss)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start_time)
     print(
         f"{name}: {'; '.join(['one step', *choices(plans)])}: planned {plans.total_nbytes / GIB:.2f} GiB, peak "
         f"{peak.nbytes / GIB:.2f} GiB of {limit} GiB; loss {losses[0]:.3f}, {losses[1]:.3f}; "
@@ -88,12 +88,12 @@ def main() -> None:
     )
     parser.add_argument("--run", nargs="*", default=["110m", "1b"], choices=LIMITS)
     parser.add_argument("--decide", nargs="*", default=["1b", "8b"], choices=SHAPES)
-    given = parser.parse_args()
+    args = parser.parse_args()
     kernels.load_all()
     rates = measured()[0]
-    for name in given.decide:
+    for name in args.decide:
         decide(name, rates)
-    for name in given.run:
+    for name in args.run:
         run(name, rates)
 
 

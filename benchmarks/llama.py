@@ -52,18 +52,18 @@ class Speeds:
     theirs: list[float] = field(default_factory=list)
 
 
-def program(given: Path | None) -> Path | None:
+def program(bench_arg: Path | None) -> Path | None:
     """llama-bench: the one given, or the one on the PATH. Raises InputError if it is another program."""
-    found = shutil.which(PROGRAM) if given is None else given
-    if found is None:
+    bench_path = shutil.which(PROGRAM) if bench_arg is None else bench_arg
+    if bench_path is None:
         return None
-    path = Path(found).resolve()
+    path = Path(bench_path).resolve()
     try:
         said = subprocess.run([path, "--help"], capture_output=True, timeout=PATIENCE).stdout
     except (OSError, subprocess.TimeoutExpired):
         said = b""
     if b"--n-gen" not in said:
-        raise InputError(f"--llama-bench: {found} is not llama.cpp's llama-bench")
+        raise InputError(f"--llama-bench: {bench_path} is not llama.cpp's llama-bench")
     return path
 
 
@@ -71,7 +71,7 @@ def tables(
     base: Path | None, bench: Path | None, rounds: int, counting: Counting, clock: Clock = CLOCK
 ) -> Iterator[Table]:
     """The model of the file; without one, random weights in each type. Raises PeerFailed, InputError."""
-    rows, about = list[list[Value]](), dict[str, Any]()
+    rows, build_info = list[list[Value]](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder, counting("llama.cpp", "model") as count:
         names = [base.stem] if base else [f"{PRESET} {name}" for name in TYPES]
         for i, name in enumerate(names):
@@ -80,13 +80,13 @@ def tables(
             runs = measured(path)
             for _ in range(rounds):
                 if bench:
-                    about, seconds = theirs(bench, path)
-                for what, run, speeds in runs:
+                    build_info, seconds = theirs(bench, path)
+                for task, run, speeds in runs:
                     if bench:
-                        speeds.theirs.append(seconds[what.startswith("writing")])
+                        speeds.theirs.append(seconds[task.startswith("writing")])
                     speeds.ours.append(run(clock))
-            rows += [row(name, what, speeds) for what, _, speeds in runs]
-    build = f"llama.cpp {about.get('build_number')} ({about.get('build_commit')})"
+            rows += [row(name, task, speeds) for task, _, speeds in runs]
+    build = f"llama.cpp {build_info.get('build_number')} ({build_info.get('build_commit')})"
     notes = [f"{build}. The KV cache is f16 in both."] if bench else [WITHOUT]
     notes += [UNLIMITED] if bench and os.environ.get("PACKTRAIN_CPU") else []
     yield Table("llama", "Reading and writing", COLUMNS | (BESIDE if bench else {}), rows, notes)
@@ -99,19 +99,25 @@ def measured(path: Path) -> list[tuple[str, Callable[[Clock], float], Speeds]]:
         models[f", {HALF}"] = Ours(path, precision="bf16")
     if has_rounded(open_model(path)):
         models[f", {ROUNDED}"] = Ours(path, Q8)
-    reading = [(f"reading {READ}{how}", one.read, Speeds(READ)) for how, one in models.items()]
+    reading = [
+        (f"reading {READ}{variant}", peer.read, Speeds(READ)) for variant, peer in models.items()
+    ]
     writing = [
-        (f"writing {WRITTEN}{how}", one.write, Speeds(WRITTEN))
-        for how, one in models.items()
-        if HALF not in how
+        (f"writing {WRITTEN}{variant}", peer.write, Speeds(WRITTEN))
+        for variant, peer in models.items()
+        if HALF not in variant
     ]
     return [*reading, *writing]
 
 
-def row(model: str, what: str, speeds: Speeds) -> list[Value]:
-    ours, theirs, tokens = speeds.ours, speeds.theirs, speeds.tokens
-    beside = [tokens / statistics.median(theirs), paired(ours, theirs)] if theirs else []
-    return [model, what, tokens / statistics.median(ours), *beside]
+def row(model: str, task: str, speeds: Speeds) -> list[Value]:
+    our_seconds, their_seconds, tokens = speeds.ours, speeds.theirs, speeds.tokens
+    comparison = (
+        [tokens / statistics.median(their_seconds), paired(our_seconds, their_seconds)]
+        if their_seconds
+        else []
+    )
+    return [model, task, tokens / statistics.median(our_seconds), *comparison]
 
 
 class Ours:
@@ -129,18 +135,18 @@ class Ours:
     def read(self, clock: Clock) -> float:
         """Seconds for the prompt."""
         self.generator.forget()
-        began = clock()
+        start_time = clock()
         self.generator.feed(self.ids)
-        return clock() - began
+        return clock() - start_time
 
     def write(self, clock: Clock) -> float:
         """Seconds for the likeliest tokens, one after another."""
         self.generator.forget()
         logits = self.generator.feed(self.ids[:1])
-        began = clock()
+        start_time = clock()
         for _ in range(WRITTEN):
             logits = self.generator.feed([int(logits.argmax())])
-        return clock() - began
+        return clock() - start_time
 
 
 def theirs(bench: Path, path: Path) -> tuple[dict[str, Any], list[float]]:
@@ -161,13 +167,15 @@ def theirs(bench: Path, path: Path) -> tuple[dict[str, Any], list[float]]:
 
 def made(folder: Path, name: str) -> Path:
     """The preset with random weights, in this type."""
-    plain, path = folder / "F32.gguf", folder / f"{name}.gguf"
-    if not plain.exists():
+    f32_path, path = folder / "F32.gguf", folder / f"{name}.gguf"
+    if not f32_path.exists():
         config = PRESETS[PRESET]
         values = transformer.initial(config)
-        save_model(plain, config, vocabulary(config.vocab_size), values.__getitem__, name="random")
-    if path != plain:
-        quantize(Quantize(plain, path, name), Events())
+        save_model(
+            f32_path, config, vocabulary(config.vocab_size), values.__getitem__, name="random"
+        )
+    if path != f32_path:
+        quantize(Quantize(f32_path, path, name), Events())
     return path
 
 

@@ -58,8 +58,8 @@ def shape_of(
 def plan() -> None:
     shape = shape_of(LLAMA_8B, BLOCK_TYPES["q4_K"], 8, 1, 2048, strict=True)
     request = Request(AdamW(), measured()[0], 150 * MIB)
-    found = Search(request).least_of([replace(shape, chunk=16)])
-    plans = request.plans(found.shape)
+    candidate = Search(request).least_of([replace(shape, chunk=16)])
+    plans = request.plans(candidate.shape)
     total = request.total(plans)
     print(
         f"8B in Q4_K, rank 8, 1 × 2,048 tokens: {total / GIB:.2f} GiB with its base of {plans.mapped_nbytes / GIB:.2f}"
@@ -127,9 +127,9 @@ def theirs() -> dict[str, float]:
 def _best(step: Callable[[], object]) -> float:
     times = []
     for _ in range(STEPS):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         step()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start_time)
     return min(times)
 
 

@@ -30,7 +30,7 @@ def run(preset: str, data: Path, folder: Path) -> tuple[int, int, int]:
     """Bytes: the baseline, the peak over it, and what the plan says the peak over it is."""
     output = folder / f"{preset}.gguf"
     flags = ["--preset", preset, "--iters", "6", "--batch-size", "4", "--steps-per-eval", "3"]
-    more = [
+    size_flags = [
         "--save-every",
         "3",
         "--sample-every",
@@ -42,14 +42,14 @@ def run(preset: str, data: Path, folder: Path) -> tuple[int, int, int]:
     ]
     command = [sys.executable, "-m", "packtrain", "train", "--data", str(data), "-o", str(output)]
     process = subprocess.Popen(
-        [*command, *flags, *more, "--overwrite"], stderr=subprocess.PIPE, text=True
+        [*command, *flags, *size_flags, "--overwrite"], stderr=subprocess.PIPE, text=True
     )
     plan, baseline, peak = output.with_suffix(".run") / "plan.json", 0, 0
     while process.poll() is None:
-        seen = private_nbytes_of(process.pid)
+        current_nbytes = private_nbytes_of(process.pid)
         if not baseline and plan.exists():
-            baseline = seen
-        peak = max(peak, seen if baseline else 0)
+            baseline = current_nbytes
+        peak = max(peak, current_nbytes if baseline else 0)
         time.sleep(0.002)
     if process.returncode:
         assert process.stderr is not None
@@ -63,17 +63,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--presets", nargs="+", default=["1m", "15m"])
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(f"{'preset':>8} {'baseline':>10} {'planned':>10} {'measured':>10} {'difference':>18}")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "text.txt"
         data.write_text(text(1_500_000))
-        for preset in given.presets:
+        for preset in args.presets:
             baseline, measured, planned = run(preset, data, Path(folder))
-            off = measured - planned
+            difference = measured - planned
             print(
                 f"{preset:>8} {baseline / MIB:>6.1f} MiB {planned / MIB:>6.1f} MiB {measured / MIB:>6.1f} MiB "
-                f"{off / MIB:>+7.1f} MiB, {off / planned:+.1%}"
+                f"{difference / MIB:>+7.1f} MiB, {difference / planned:+.1%}"
             )
 
 

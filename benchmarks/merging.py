@@ -34,29 +34,37 @@ def main() -> None:
     parser.add_argument("adapter")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--val-batches", type=int, default=4)
-    given = parser.parse_args()
-    settings = TuneSettings(model=given.base, data=given.data, val_batches=given.val_batches)
+    args = parser.parse_args()
+    settings = TuneSettings(model=args.base, data=args.data, val_batches=args.val_batches)
     job = build_job(settings, print)
-    base = open_model(given.base)
-    merge = Merge(base, read_scaled([given.adapter], base.gguf))
-    before, beside = loss(job, base), loss(job, merge.adapted)
-    print(f"base {before:.4f}, with the adapter {beside:.4f}")
+    base = open_model(args.base)
+    merge = Merge(base, read_scaled([args.adapter], base.gguf))
+    base_loss, adapter_loss = loss(job, base), loss(job, merge.adapted)
+    print(f"base {base_loss:.4f}, with the adapter {adapter_loss:.4f}")
     assert isinstance(job.train, SampleBatches)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "merged.gguf"
         for name in ("plain", "calibrated"):
-            found = reading(merge.adapted, merge.calibrated, job.train.time, job.train.windows)
+            calibration = reading(
+                merge.adapted, merge.calibrated, job.train.time, job.train.windows
+            )
             settle()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             with Peak() as peak:
-                merge.write(output, "merged", found if name == "calibrated" else None, job.train)
-            seconds, took = time.perf_counter() - began, peak.nbytes - peak.baseline
-            planned = "" if name == "plain" or found is None else f" of {found.nbytes / MIB:.0f}"
-            after = loss(job, open_model(output))
-            kept = (before - after) / (before - beside)
+                merge.write(
+                    output, "merged", calibration if name == "calibrated" else None, job.train
+                )
+            seconds, used_nbytes = time.perf_counter() - start_time, peak.nbytes - peak.baseline
+            planned = (
+                ""
+                if name == "plain" or calibration is None
+                else f" of {calibration.nbytes / MIB:.0f}"
+            )
+            merged_loss = loss(job, open_model(output))
+            gain_share = (base_loss - merged_loss) / (base_loss - adapter_loss)
             print(
-                f"{name:>10} {after:.4f}  {kept:6.1%} of the gain  {seconds:5.1f} s  "
-                f"{took / MIB:.0f}{planned} MiB  {output.stat().st_size - base.gguf.nbytes:+} bytes"
+                f"{name:>10} {merged_loss:.4f}  {gain_share:6.1%} of the gain  {seconds:5.1f} s  "
+                f"{used_nbytes / MIB:.0f}{planned} MiB  {output.stat().st_size - base.gguf.nbytes:+} bytes"
             )
 
 

@@ -70,16 +70,16 @@ def theirs(net: str, physical: int) -> Callable[[], Stepped]:
     parts = BATCH // physical
 
     def epoch() -> float:
-        order, losses, right = torch.randperm(LEARNT), list[float](), 0
+        order, losses, num_correct = torch.randperm(LEARNT), list[float](), 0
         for at in range(0, LEARNT, BATCH):
             update.zero_grad()
             for k in range(parts):
-                here = order[at + k * physical : at + (k + 1) * physical]
-                logits = model(images[here])
-                loss = nn.functional.cross_entropy(logits, labels[here])
+                batch_ids = order[at + k * physical : at + (k + 1) * physical]
+                logits = model(images[batch_ids])
+                loss = nn.functional.cross_entropy(logits, labels[batch_ids])
                 (loss / parts).backward()
                 losses.append(loss.item())
-                right += int((logits.argmax(-1) == labels[here]).sum())
+                num_correct += int((logits.argmax(-1) == labels[batch_ids]).sum())
             update.step()
         return statistics.fmean(losses)
 
@@ -98,9 +98,9 @@ def main() -> None:
     os.environ[FOLDER] = str(args.folder)
     names = {"packtrain": "ours", "PyTorch eager": "theirs"}
     with ExitStack() as stack:
-        given = args.net, args.physical
+        net_args = args.net, args.physical
         peers = {
-            name: stack.enter_context(Peer("benchmarks.mnist", function, *given))
+            name: stack.enter_context(Peer("benchmarks.mnist", function, *net_args))
             for name, function in names.items()
         }
         turns = [

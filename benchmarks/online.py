@@ -52,8 +52,8 @@ class Allocator:
         if not fitting:
             largest = max((free for _, free in self.free), default=0)
             raise NoSpace(f"{size} bytes are needed, the largest free block has {largest}")
-        inner = [k for k in fitting if k < len(self.free) - 1]
-        at = min(reversed(inner or fitting), key=lambda k: self.free[k][1])
+        inner_blocks = [k for k in fitting if k < len(self.free) - 1]
+        at = min(reversed(inner_blocks or fitting), key=lambda k: self.free[k][1])
         offset, free = self.free[at]
         self.free[at : at + 1] = [(offset + size, free - size)] if free > size else []
         self.nbytes_used = max(self.nbytes_used, offset + size)
@@ -63,16 +63,16 @@ class Allocator:
         """Free bytes, merging them with free neighbours. Raises ValueError for bytes that are free already."""
         size = self._rounded(size)
         at = sum(block < offset for block, _ in self.free)
-        before = sum(self.free[at - 1]) if at else 0
-        after = self.free[at][0] if at < len(self.free) else self.nbytes
-        if not before <= offset <= offset + size <= after:
+        lower_end = sum(self.free[at - 1]) if at else 0
+        upper_start = self.free[at][0] if at < len(self.free) else self.nbytes
+        if not lower_end <= offset <= offset + size <= upper_start:
             raise ValueError(f"{size} bytes at {offset} are not all taken")
-        first, last = at, at
+        first_block, last_block = at, at
         if at and sum(self.free[at - 1]) == offset:
-            first, offset, size = at - 1, self.free[at - 1][0], self.free[at - 1][1] + size
+            first_block, offset, size = at - 1, self.free[at - 1][0], self.free[at - 1][1] + size
         if at < len(self.free) and self.free[at][0] == offset + size:
-            last, size = at + 1, size + self.free[at][1]
-        self.free[first:last] = [(offset, size)]
+            last_block, size = at + 1, size + self.free[at][1]
+        self.free[first_block:last_block] = [(offset, size)]
 
     def _rounded(self, size: int) -> int:
         if size < 0:
@@ -84,9 +84,9 @@ def best_fit(start: Ints, end: Ints, size: Ints) -> Ints:
     """Offsets (n,) by ggml's allocator for buffers in order of start; each is freed at its end."""
     allocator = Allocator()
     offsets = np.zeros(len(size), np.int64)
-    takes = [(int(s), 1, i) for i, s in enumerate(start)]
+    allocations = [(int(s), 1, i) for i, s in enumerate(start)]
     releases = [(int(e), 0, i) for i, e in enumerate(end)]
-    for _, taking, i in sorted(takes + releases):
+    for _, taking, i in sorted(allocations + releases):
         if taking:
             offsets[i] = allocator.take(int(size[i]))
         else:
@@ -117,7 +117,7 @@ def follow(
         for name in step.reads:
             readers[name] = readers.get(name, 0) + 1
     placed: dict[str, int] = {}
-    sizes = {name: what for step in steps for name, what in step.makes.items()}
+    sizes = {name: nbytes for step in steps for name, nbytes in step.makes.items()}
     waiting: list[str] = []
     for number in range(len(steps)) if sequence is None else sequence:
         if number != BARRIER:

@@ -70,23 +70,23 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 def step_graph(name: str, recomputed: str, trained: str) -> pt.Graph:
     config, rows, tokens = SHAPES[name]
     weights = transformer.weights(config)
-    made = transformer.loss(config, weights, rows, tokens)
+    model_loss = transformer.loss(config, weights, rows, tokens)
     leaves = [w for w in weights.values() if trained != "few" or "attn_norm" in w.label]
     max_norm = 1.0 if trained == "clipped" else None
-    keep = kept(made, recomputed)
-    return training({"loss": made.loss}, leaves, AdamW(), keep=keep, max_norm=max_norm)
+    keep = kept(model_loss, recomputed)
+    return training({"loss": model_loss.loss}, leaves, AdamW(), keep=keep, max_norm=max_norm)
 
 
-def kept(made: transformer.Loss, recomputed: str) -> list[Tensor] | None:
+def kept(model_loss: transformer.Loss, recomputed: str) -> list[Tensor] | None:
     """The values to keep so that no block, the first half of the blocks or all are recomputed."""
     if recomputed == "none":
         return None
-    ends = {t.call: i for i, t in enumerate(made.blocks)}
-    values, block = list(made.blocks), 0
-    for call in pt.Graph({"loss": made.loss}).calls:
-        if recomputed == "half" and block > len(ends) // 2:
+    block_ends = {t.call: i for i, t in enumerate(model_loss.blocks)}
+    values, block = list(model_loss.blocks), 0
+    for call in pt.Graph({"loss": model_loss.loss}).calls:
+        if recomputed == "half" and block > len(block_ends) // 2:
             values += call.results
-        block = max(block, ends.get(call, -1) + 1)
+        block = max(block, block_ends.get(call, -1) + 1)
     return values
 
 
@@ -101,19 +101,19 @@ def depth_first(graph: pt.Graph, *, left: bool) -> list[Call]:
     stack = [(t.call, False) for t in (*graph.updates, *graph.outputs.values()) if t.call]
     stack = stack[::-1] if left else stack
     while stack:
-        call, ready = stack.pop()
+        call, is_expanded = stack.pop()
         if call in order:
             continue
-        if ready:
+        if is_expanded:
             order[call] = None
             continue
         stack.append((call, True))
-        inner = [t.call for t in call.reads if t.call]
+        callees = [t.call for t in call.reads if t.call]
         for index in call.op.writes:
             leaf = call.inputs[index]
             assert leaf is not None
-            inner += readers.get(leaf.base, [])
-        stack.extend((c, False) for c in (inner[::-1] if left else inner) if c not in order)
+            callees += readers.get(leaf.base, [])
+        stack.extend((c, False) for c in (callees[::-1] if left else callees) if c not in order)
     return list(order)
 
 
@@ -124,11 +124,11 @@ def bound_of(placed: Placed, order: Iterable[Call]) -> int:
         steps.setdefault(step.call, []).append(step)
     moved = [step for call in order for step in steps.get(call, ())]
     assert len(moved) == len(placed.steps)
-    made = storages(Placed(placed.graph, tuple(moved), placed.home, placed.names))
+    buffers = storages(Placed(placed.graph, tuple(moved), placed.home, placed.names))
     columns = (
-        [s.start for s in made],
-        [s.end for s in made],
-        [-(-s.nbytes // 64) * 64 for s in made],
+        [s.start for s in buffers],
+        [s.end for s in buffers],
+        [-(-s.nbytes // 64) * 64 for s in buffers],
     )
     return lower_bound(*(np.array(c, np.int64) for c in columns))[0]
 
@@ -178,41 +178,43 @@ def read(path: Path) -> tuple[list[str], Columns]:
         raise InputError(f"--csv: {path} line 1: the columns must be {','.join(COLUMNS)}")
     names, numbers = [], []
     for line, row in rows:
-        where = f"--csv: {path} line {line}"
+        location = f"--csv: {path} line {line}"
         if None in row:
             raise InputError(
-                f"{where}: {len(COLUMNS)} columns are needed, not {len(COLUMNS) + len(row[None])}"
+                f"{location}: {len(COLUMNS)} columns are needed, not {len(COLUMNS) + len(row[None])}"
             )
         names.append(row["id"])
-        numbers.append([whole(row[column], f"{where}: {column}") for column in COLUMNS[1:]])
+        numbers.append([whole(row[column], f"{location}: {column}") for column in COLUMNS[1:]])
         lower, upper, size = numbers[-1]
         if upper <= lower or size < 1:
-            raise InputError(f"{where}: [{lower}, {upper}) of size {size}; lower < upper, size > 0")
+            raise InputError(
+                f"{location}: [{lower}, {upper}) of size {size}; lower < upper, size > 0"
+            )
     if len(set(names)) < len(names):
-        twice, _ = Counter(names).most_common(1)[0]
-        raise InputError(f"--csv: {path}: id {twice} is there twice")
+        duplicate, _ = Counter(names).most_common(1)[0]
+        raise InputError(f"--csv: {path}: id {duplicate} is there twice")
     start, end, sizes = np.array(numbers, np.int64).T
     return names, (start, end, sizes)
 
 
-def whole(text: str | None, where: str) -> int:
+def whole(text: str | None, location: str) -> int:
     try:
         value = int(text or "")
     except ValueError:
-        raise InputError(f"{where} is {text or ''!r}; a whole number is needed") from None
+        raise InputError(f"{location} is {text or ''!r}; a whole number is needed") from None
     if abs(value) >= 1 << 62:
-        raise InputError(f"{where} is {value}; it must have less than 63 bits")
+        raise InputError(f"{location} is {value}; it must have less than 63 bits")
     return value
 
 
-def timed(columns: Columns, enough: int, seconds: float) -> tuple[Packing, float]:
+def timed(columns: Columns, target_height: int, seconds: float) -> tuple[Packing, float]:
     """The best packing, checked, and the seconds it took."""
-    began = time.perf_counter()
-    *_, best = packings(*columns, target_height=enough, seconds=seconds)
-    took = time.perf_counter() - began
-    found = clash(*columns, best.offsets)
-    assert found is None, f"buffers {found} share bytes"
-    return best, took
+    start_time = time.perf_counter()
+    *_, best = packings(*columns, target_height=target_height, seconds=seconds)
+    elapsed = time.perf_counter() - start_time
+    collision = clash(*columns, best.offsets)
+    assert collision is None, f"buffers {collision} share bytes"
+    return best, elapsed
 
 
 def certificate(best: Packing) -> str:
@@ -224,21 +226,23 @@ def certificate(best: Packing) -> str:
     )
 
 
-def solve(path: Path, capacity: int, seconds: float, solution: Path, began: float) -> int:
+def solve(path: Path, capacity: int, seconds: float, solution: Path, start_time: float) -> int:
     """Pack the problem in a file and write the solution, in seconds from when it began; the exit code."""
     check_writable(solution, "--solution")
     opened = time.monotonic()
     names, columns = read(path)
     now = time.monotonic()
-    left = seconds - (now - began) - 2 * (now - opened)  # to check and write takes less than that
+    remaining_s = (
+        seconds - (now - start_time) - 2 * (now - opened)
+    )  # to check and write takes less than that
     try:
-        best, took = timed(columns, capacity, max(left, 0.0))
+        best, elapsed = timed(columns, capacity, max(remaining_s, 0.0))
     except ValueError as error:
         raise InputError(f"--csv: {path}: {error}") from None
-    print(f"{len(names):,} buffers: {certificate(best)}; {took:.2f} s")
+    print(f"{len(names):,} buffers: {certificate(best)}; {elapsed:.2f} s")
     if capacity and best.nbytes > capacity:
-        why = "it cannot be" if best.proved else f"not found in {seconds:g} s"
-        print(f"packing: within {capacity:,}: {why}; nothing is written", file=sys.stderr)
+        reason = "it cannot be" if best.proved else f"not found in {seconds:g} s"
+        print(f"packing: within {capacity:,}: {reason}; nothing is written", file=sys.stderr)
         return NO_FIT
     lines = [f"{name},{offset}" for name, offset in zip(names, best.offsets, strict=True)]
     with atomic_file(solution) as file:
@@ -260,24 +264,24 @@ def minimalloc() -> None:
     )
     total, loose = 0.0, []
     for name, capacity, columns in problems():
-        best, took = timed(columns, capacity, SECONDS)
+        best, elapsed = timed(columns, capacity, SECONDS)
         online = height(columns[2], best_fit(*columns)) / best.bound - 1
         note = "" if best.nbytes <= capacity else f"  above the capacity {capacity:,}"
-        total += took
+        total += elapsed
         print(
             f"{name:10} {len(columns[2]):7} {best.bound:12,} {best.nbytes:10,} {best.gap:7.3%} {online:8.3%} "
-            f"{took:7.2f}{note}"
+            f"{elapsed:7.2f}{note}"
         )
         if best.nbytes > best.bound:
             loose.append((name, columns))
     print(f"together {total:.2f} s")
     for name, columns in loose:
-        best, took = timed(columns, 0, SECONDS)
-        print(f"{name} as low as it gets in {took:.0f} s: {certificate(best)}")
+        best, elapsed = timed(columns, 0, SECONDS)
+        print(f"{name} as low as it gets in {elapsed:.0f} s: {certificate(best)}")
 
 
-def main(began: float | None = None) -> int:
-    began = time.monotonic() if began is None else began
+def main(start_time: float | None = None) -> int:
+    start_time = time.monotonic() if start_time is None else start_time
     parser = argparse.ArgumentParser(description="Pack buffers of given lifetimes and sizes.")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="a problem: id,lower,upper,size")
     parser.add_argument("--solution", type=Path, metavar="OUT", help="where id,offset go")
@@ -285,18 +289,18 @@ def main(began: float | None = None) -> int:
         "--capacity", type=int, default=0, metavar="N", help="a height that will do"
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="when to end")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        if (given.csv is None) != (given.solution is None):
+        if (args.csv is None) != (args.solution is None):
             raise InputError(
                 "--csv and --solution belong together: give both, or none for the tables"
             )
-        if given.capacity < 0 or not 0 <= given.seconds < float("inf"):
+        if args.capacity < 0 or not 0 <= args.seconds < float("inf"):
             raise InputError(
                 "--capacity and --seconds must not be negative, --seconds must be finite"
             )
-        if given.csv:
-            return solve(given.csv, given.capacity, given.seconds, given.solution, began)
+        if args.csv:
+            return solve(args.csv, args.capacity, args.seconds, args.solution, start_time)
     except InputError as error:
         print(f"packing: error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -52,15 +52,15 @@ class Tuned(Side):
     warm: int = WARM
 
     def peer(self, base: Path, ids: np.ndarray, memory: int) -> Peer:
-        given = kernels.threads(), base, ids
+        common_args = kernels.threads(), base, ids
         if self.program == OURS:
-            return Peer("benchmarks.peft_step", "ours", *given, self.precision, memory)
-        how = self.program.split()[-1], self.precision == "bf16"
-        return Peer("benchmarks.peft_step", "theirs", *given, *how)
+            return Peer("benchmarks.peft_step", "ours", *common_args, self.precision, memory)
+        peer_args = self.program.split()[-1], self.precision == "bf16"
+        return Peer("benchmarks.peft_step", "theirs", *common_args, *peer_args)
 
-    def row(self, ours: Side) -> list[str | float | None]:
-        speed = None if self is ours else paired(ours.seconds, self.seconds)
-        memory = None if self is ours else ours.nbytes / self.nbytes
+    def row(self, baseline: Side) -> list[str | float | None]:
+        speed = None if self is baseline else paired(baseline.seconds, self.seconds)
+        memory = None if self is baseline else baseline.nbytes / self.nbytes
         return [
             *(self.program, self.precision, statistics.median(self.seconds), speed),
             *(self.nbytes / 2**20, memory, self.steps[0].loss, self.steps[-1].loss, self.waited),
@@ -87,14 +87,14 @@ def ours(
     kernels.set_threads(threads)
     kernels.load_all((*kernels.LEARNING, "update"))
     rows, time = ids.shape
-    made = training.of_base(base, rows, time, precision, memory)
+    setup = training.of_base(base, rows, time, precision, memory)
     targets = np.where(is_learnt(time), ids, -1)
     targets = np.append(targets[:, 1:], np.full((rows, 1), -1), 1).astype(np.int32)
-    learnt = (targets >= 0).astype(np.float32)
-    given = {"tokens": ids, "targets": targets, "weights": learnt}
-    batch = {**training.batch_of(open_model(base).config, rows, time), **given}
-    made.batches = training.parts(batch, len(made.batches[0]["tokens"]))
-    return stepping(made.step)
+    loss_weights = (targets >= 0).astype(np.float32)
+    arrays = {"tokens": ids, "targets": targets, "weights": loss_weights}
+    batch = {**training.batch_of(open_model(base).config, rows, time), **arrays}
+    setup.batches = training.parts(batch, len(setup.batches[0]["tokens"]))
+    return stepping(setup.step)
 
 
 def theirs(
@@ -115,9 +115,9 @@ def theirs(
     low = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[*PARTS], task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, low).train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    how = AdamW()
+    adamw = AdamW()
     update = torch.optim.AdamW(
-        trained, training.LR, (how.beta1, how.beta2), how.eps, how.weight_decay
+        trained, training.LR, (adamw.beta1, adamw.beta2), adamw.eps, adamw.weight_decay
     )
     tokens = torch.from_numpy(ids).long()
     labels = torch.where(torch.from_numpy(is_learnt(ids.shape[1])), tokens, -100)
@@ -141,8 +141,11 @@ def measured(sides: Sequence[Tuned], base: Path, ids: np.ndarray, memory: int, r
         for turn in range(WARM + rounds):
             for side, peer in zip(sides, peers, strict=True):
                 side.steps.append(peer(turn == WARM - 1))
-                took = f"{side.steps[-1].seconds:.2f} s, {side.nbytes >> 20} MiB"
-                print(f"{side.program} {side.precision}, step {turn + 1}: {took}", file=sys.stderr)
+                cost_text = f"{side.steps[-1].seconds:.2f} s, {side.nbytes >> 20} MiB"
+                print(
+                    f"{side.program} {side.precision}, step {turn + 1}: {cost_text}",
+                    file=sys.stderr,
+                )
 
 
 def parsed() -> argparse.Namespace:
@@ -157,22 +160,22 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--precision", nargs="+", choices=("f32", "bf16"),
                         default=("f32", "bf16") if has("avx512bf16") else ("f32",))  # fmt: skip
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=ATTENTION)
-    given = parser.parse_args()
-    if not given.base.exists():
-        parser.error(f"there is no {given.base}")
-    return given
+    args = parser.parse_args()
+    if not args.base.exists():
+        parser.error(f"there is no {args.base}")
+    return args
 
 
 def main() -> int:
-    given = parsed()
-    memory = parse_size(given.memory, "--memory")
-    ids, good = text_ids(given.base, given.rows, given.time), True
-    size = given.base.stat().st_size / 2**20
-    for precision in given.precision:
-        names = (OURS, *(f"PEFT {name}" for name in given.attention))
+    args = parsed()
+    memory = parse_size(args.memory, "--memory")
+    ids, good = text_ids(args.base, args.rows, args.time), True
+    size = args.base.stat().st_size / 2**20
+    for precision in args.precision:
+        names = (OURS, *(f"PEFT {name}" for name in args.attention))
         sides = [Tuned(program=name, precision=precision) for name in names]
-        measured(sides, given.base, ids, memory, given.rounds)
-        title = f"A LoRA step on {given.base.name}, {given.rows} × {given.time} tokens"
+        measured(sides, args.base, ids, memory, args.rounds)
+        title = f"A LoRA step on {args.base.name}, {args.rows} × {args.time} tokens"
         note = f"Ours maps {size:.0f} MiB of the base beside its private memory."
         rows = [side.row(sides[0]) for side in sides]
         print(Table("peft", title, COLUMNS, rows, [note]).text() + "\n", flush=True)

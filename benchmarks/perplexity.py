@@ -65,12 +65,12 @@ def theirs(tool: Path, model: Path, text: Path, context: int) -> Found:
         str(kernels.threads()),
     ]
     for _ in range(TRIALS):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found = THEIRS.search(done.stderr + done.stdout)
-        seconds = time.perf_counter() - began
-        if found:
-            return Found(int(found[1]), float(found[2]), float(found[3]), seconds)
+        match = THEIRS.search(done.stderr + done.stdout)
+        seconds = time.perf_counter() - start_time
+        if match:
+            return Found(int(match[1]), float(match[2]), float(match[3]), seconds)
         chunks = CHUNKS.search(done.stderr)  # the running value after the last one is the result
         last = chunks and re.search(rf"\[{chunks[1]}\]([\d.]+),", done.stdout)
         if chunks and last:
@@ -79,31 +79,38 @@ def theirs(tool: Path, model: Path, text: Path, context: int) -> Found:
 
 
 def ours(model: Path, text: Path, context: int) -> Found:
-    given = [str(model), "--data", str(text), "-c", str(context)]
-    command = [sys.executable, "-m", "packtrain", "eval", *given]
-    began = time.perf_counter()
+    flags = [str(model), "--data", str(text), "-c", str(context)]
+    command = [sys.executable, "-m", "packtrain", "eval", *flags]
+    start_time = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = OURS.search(done.stdout)
-    if not found:
+    match = OURS.search(done.stdout)
+    if not match:
         raise SystemExit(f"packtrain eval gave no result for {model}: {done.stderr[-500:]}")
-    seconds = time.perf_counter() - began
-    windows = int(found[3].replace(",", ""))
-    return Found(windows, float(found[1]), float(found[2]), seconds)
+    seconds = time.perf_counter() - start_time
+    windows = int(match[3].replace(",", ""))
+    return Found(windows, float(match[1]), float(match[2]), seconds)
 
 
 def compared(tool: Path, model: Path, text: Path, context: int) -> tuple[bool, str]:
     """Whether both agree, and a row of the table."""
     types = {str(entry.dtype) for entry in GGUF(model).entries.values()}
     limit = LIMITS[types == {"f32"}]
-    want, got = theirs(tool, model, text, context), ours(model, text, context)
-    off = got.perplexity / want.perplexity - 1
-    good = abs(off) <= limit and got.windows == want.windows
-    windows = got.windows if got.windows == want.windows else f"{got.windows}, not {want.windows}"
+    expected, actual = theirs(tool, model, text, context), ours(model, text, context)
+    relative_change = actual.perplexity / expected.perplexity - 1
+    good = abs(relative_change) <= limit and actual.windows == expected.windows
+    windows = (
+        actual.windows
+        if actual.windows == expected.windows
+        else f"{actual.windows}, not {expected.windows}"
+    )
     row = (
-        f"| {model.stem} | {', '.join(sorted(types))} | {windows} | {want} | {got} | {off:+.4%}"
+        f"| {model.stem} | {', '.join(sorted(types))} | {windows} | {expected} | {actual} | {relative_change:+.4%}"
         f" | {limit:.1%}{'' if good else ' **no**'} |"
     )
-    print(f"{model.stem}: {want.seconds:.1f} s there, {got.seconds:.1f} s here", file=sys.stderr)
+    print(
+        f"{model.stem}: {expected.seconds:.1f} s there, {actual.seconds:.1f} s here",
+        file=sys.stderr,
+    )
     return good, row
 
 
@@ -129,9 +136,9 @@ def random_models(folder: Path) -> Iterator[Path]:
         random_model(folder / f"{name}.gguf", name)
         file = GGUF(folder / f"{name}.gguf")
         values = {**file.values, "tokenizer.ggml.add_bos_token": Value("bool", False)}
-        bare = folder / f"{name} without BOS.gguf"
-        write(bare, values, {tensor: file.array(tensor) for tensor in file.entries})
-        yield from (file.path, bare)
+        bosless_path = folder / f"{name} without BOS.gguf"
+        write(bosless_path, values, {tensor: file.array(tensor) for tensor in file.entries})
+        yield from (file.path, bosless_path)
 
 
 def main() -> int:
@@ -146,13 +153,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.models and not args.text:
         parser.error("models need a --text")
-    found = random_rows(args.llama_perplexity)
+    result_rows = random_rows(args.llama_perplexity)
     if args.models:
-        found = rows(args.llama_perplexity, args.models, args.text, args.nbytes, args.ctx)
+        result_rows = rows(args.llama_perplexity, args.models, args.text, args.nbytes, args.ctx)
     good = True
     print(HEADING, flush=True)
-    for fine, row in found:
-        good = good and fine
+    for is_good, row in result_rows:
+        good = good and is_good
         print(row, flush=True)
     return 0 if good else 1
 

@@ -34,54 +34,65 @@ PERPLEXITY = re.compile(r"perplexity ([\d.]+)")
 
 def pairs(data: Path) -> list[dict[str, str]]:
     """Of questions that both answers of which are different."""
-    found = []
+    records = []
     for line in data.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        whole = CALCULATION.sub("", record["answer"])
-        first = whole.split("\n")[0]
+        solution = CALCULATION.sub("", record["answer"])
+        first_line = solution.split("\n")[0]
         if (
-            first != whole
-            and 4 < len(first.split()) < LINE
+            first_line != solution
+            and 4 < len(first_line.split()) < LINE
             and len(record["question"].split()) < 60
         ):
-            found.append({"prompt": record["question"], "chosen": first, "rejected": whole})
-    return found
+            records.append(
+                {"prompt": record["question"], "chosen": first_line, "rejected": solution}
+            )
+    return records
 
 
-def follows(text: str, ended: bool) -> bool:
-    return ended and "\n" not in text.strip() and 0 < len(text.split()) <= LINE
+def follows(text: str, is_complete: bool) -> bool:
+    return is_complete and "\n" not in text.strip() and 0 < len(text.split()) <= LINE
 
 
 def answers(model: Path, template: Path, prompts: list[str]) -> list[tuple[str, bool]]:
     """The likeliest answers, and whether the model ended them."""
-    asked = Chat(model, temp=0.0, ctx=512, n_predict=MOST, chat_template=str(template))
-    talk, found = Talk(asked, Events()), []
+    chat_settings = Chat(model, temp=0.0, ctx=512, n_predict=MOST, chat_template=str(template))
+    talk, replies = Talk(chat_settings, Events()), []
     for prompt in prompts:
         talk.clear()
         done = talk.answer(prompt)
-        found.append((done.text, done.ended == "end"))
-    return found
+        replies.append((done.text, done.ended == "end"))
+    return replies
 
 
 def main() -> None:
     base, data, text, work, *flags = sys.argv[1:]
     every, folder = pairs(Path(data)), Path(work)
     folder.mkdir(parents=True, exist_ok=True)
-    learnt, held = every[:LEARNT], every[-HELD:]
+    train_pairs, heldout_pairs = every[:LEARNT], every[-HELD:]
     file, tuned = folder / "pairs.jsonl", folder / "preferred.gguf"
-    file.write_text("\n".join(map(json.dumps, learnt)), encoding="utf-8")
+    file.write_text("\n".join(map(json.dumps, train_pairs)), encoding="utf-8")
     template = folder / "plain.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")
-    how = flags or shlex.split(SETTINGS)
-    given = "--data", file, "-o", tuned, "--chat-template", template, *USUAL.split(), *how
-    done = packtrain("finetune", base, *given)
+    tuning_flags = flags or shlex.split(SETTINGS)
+    finetune_args = (
+        "--data",
+        file,
+        "-o",
+        tuned,
+        "--chat-template",
+        template,
+        *USUAL.split(),
+        *tuning_flags,
+    )
+    done = packtrain("finetune", base, *finetune_args)
     if done.code:
         sys.exit(done.said)
-    print(f"{' '.join(how)}: {done.seconds:.0f} s", flush=True)
+    print(f"{' '.join(tuning_flags)}: {done.seconds:.0f} s", flush=True)
     for model in (Path(base), tuned):
-        found = answers(model, template, [pair["prompt"] for pair in held])
-        count = sum(follows(*one) for one in found)
-        (folder / f"{model.stem}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        replies = answers(model, template, [pair["prompt"] for pair in heldout_pairs])
+        count = sum(follows(*reply) for reply in replies)
+        (folder / f"{model.stem}.json").write_text(json.dumps(replies, indent=1), encoding="utf-8")
         measured = PERPLEXITY.search(packtrain("eval", model, "--data", text).out)
         perplexity = measured[1] if measured else "?"
         print(

@@ -73,15 +73,15 @@ def main() -> None:
         folder = Path(name)
         preference_base(folder / "base.gguf")
         pairs = preference_samples(folder)
-        given = json.dumps([name, pairs, LOSSES, STEPS])
+        peer_args = json.dumps([name, pairs, LOSSES, STEPS])
         run = subprocess.run(
-            [python, "-c", PEER, given], capture_output=True, text=True, check=False
+            [python, "-c", PEER, peer_args], capture_output=True, text=True, check=False
         )
         if run.returncode:
             sys.exit(run.stderr)
-        found = json.loads(run.stdout.splitlines()[-1])
-    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found["dpo"]["steps"], indent=1))
+        peer_results = json.loads(run.stdout.splitlines()[-1])
+    GOLDEN.write_text(json.dumps(peer_results, indent=1) + "\n")
+    print(json.dumps(peer_results["dpo"]["steps"], indent=1))
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ def words(rng: random.Random, length: int) -> str:
 def rows(rng: random.Random, folder: Path) -> Path:
     """A file of a few rows, one of which may be very long."""
     texts = [words(rng, rng.choice(LENGTHS)) for _ in range(rng.randint(1, 4))] + ["a b c"] * 50
-    made = [{"prompt": "say", "completion": text} for text in texts]
-    rng.shuffle(made)
+    records = [{"prompt": "say", "completion": text} for text in texts]
+    rng.shuffle(records)
     name = rng.choice(("a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"))
-    lines = map(json.dumps, made)
+    lines = map(json.dumps, records)
     text = f"[{','.join(lines)}]" if ".json" in name and "jsonl" not in name else "\n".join(lines)
     return written(folder / name, text)
 
@@ -88,7 +88,7 @@ def command(rng: random.Random, folder: Path, base: Path) -> list[str]:
     return [kind, str(base), output[1], "Q4_0", "--calibrate", data, "--overwrite"]
 
 
-def run(flags: list[str], memory: str, variables: dict[str, str], again: bool = True) -> list[str]:
+def run(flags: list[str], memory: str, variables: dict[str, str], retry: bool = True) -> list[str]:
     """What was wrong with a command and its budget, and with the one that its refusal names."""
     done = watched(
         sys.executable, "-m", "packtrain", *flags, "--memory", memory, variables=variables
@@ -99,27 +99,27 @@ def run(flags: list[str], memory: str, variables: dict[str, str], again: bool = 
     if done.code not in (0, 2, 3) or "Traceback" in done.said:
         wrong.append(f"exit {done.code} with {memory}: {flags}: {last}")
     named = LEAST.search(done.said) if done.code == 3 else None
-    if named and again:
+    if named and retry:
         wrong += run(flags, named[1], variables, False)
     elif done.code == 3:
         wrong.append(
             f"refused with {memory}, "
-            + ("as named" if not again else "without a size")
+            + ("as named" if not retry else "without a size")
             + f": {flags}: {last}"
         )
     return wrong
 
 
 def request(rng: random.Random) -> Ask:
-    many = [[n % 290, rng.random()] for n in range(rng.choice((10, 10_000)))]
-    more = rng.choice((
-        {"logit_bias": many}, {"prompt": words(rng, rng.choice((10, 900_000)))},
+    logit_bias = [[n % 290, rng.random()] for n in range(rng.choice((10, 10_000)))]
+    extra_fields = rng.choice((
+        {"logit_bias": logit_bias}, {"prompt": words(rng, rng.choice((10, 900_000)))},
         {"stop": ["a" * rng.randint(1, 10_000)]},
         {"dry_multiplier": 1, "dry_sequence_breakers": [words(rng, 9) for _ in range(64)]},
         {"tools": [{"type": "function", "function": {"name": f"f{rng.random()}" + "n" * 3000}}]},
         {"samplers": "top_k;" + " " * rng.randint(1, 900_000)},
     ))  # fmt: skip
-    body = json.dumps(BODY | more).encode() if rng.random() < 0.95 else b" " * (10 * MIB)
+    body = json.dumps(BODY | extra_fields).encode() if rng.random() < 0.95 else b" " * (10 * MIB)
     return Ask("POST", rng.choice(("/completion", "/v1/chat/completions")), body)
 
 
@@ -127,18 +127,18 @@ def served(rng: random.Random, base: Path, requests: int = 60) -> list[str]:
     """A server with hardly more than the least with which it starts."""
     command = sys.executable, "-m", "packtrain", "serve", base, "--port", "0", "--ctx", "512"
     refused = watched(*command, "--memory", "100MiB").said
-    least = max(float(size) for size in re.findall(r"([\d.]+) MiB", refused))
+    min_mib = max(float(size) for size in re.findall(r"([\d.]+) MiB", refused))
     wrong, peak, done = list[str](), [0], threading.Event()
-    with serve(base, "--ctx", "512", "--memory", f"{least:.1f}MiB") as server:
+    with serve(base, "--ctx", "512", "--memory", f"{min_mib:.1f}MiB") as server:
 
         def watch() -> None:
             while not done.wait(0.005):
                 peak[0] = max(peak[0], private_nbytes_of(server.process.pid))
 
         def client(seed: int) -> None:
-            own = random.Random(seed)
+            request_rng = random.Random(seed)
             for _ in range(requests // 4):
-                ask = request(own)
+                ask = request(request_rng)
                 try:
                     status, _, body = server.ask(ask)
                 except OSError as error:
@@ -154,32 +154,36 @@ def served(rng: random.Random, base: Path, requests: int = 60) -> list[str]:
             thread.join()
         done.set()
         watcher.join()
-    if peak[0] > least * MIB:
-        wrong.append(f"serve: peak {peak[0] / MIB:.1f} MiB of {least}")
+    if peak[0] > min_mib * MIB:
+        wrong.append(f"serve: peak {peak[0] / MIB:.1f} MiB of {min_mib}")
     return wrong
 
 
-def pressed(count: int, seed: int, folder: Path, say: Callable[[str], None]) -> int:
+def pressed(count: int, seed: int, folder: Path, report: Callable[[str], None]) -> int:
     """Run so many cases; how many were wrong. Every tenth is a server."""
     base, cache = folder / "base.gguf", folder / "cache/packtrain"
     random_model(base, "llama")
     cache.mkdir(parents=True)
-    for kept in cache_root().iterdir():  # kernels, and what was measured of them, but no tokens
-        if kept.name != "tokens":
-            (cache / kept.name).symlink_to(kept)
+    for (
+        cache_entry
+    ) in cache_root().iterdir():  # kernels, and what was measured of them, but no tokens
+        if cache_entry.name != "tokens":
+            (cache / cache_entry.name).symlink_to(cache_entry)
     faults = 0
     for number in range(count):
-        rng, began = random.Random(seed + number), time.monotonic()
+        rng, start_time = random.Random(seed + number), time.monotonic()
         place = folder / str(number)
         place.mkdir()
         if number % 10 == 9:
-            wrong, what = served(rng, base), "serve"
+            wrong, description = served(rng, base), "serve"
         else:
             flags, memory = command(rng, place, base), f"{rng.choice(SIZES)}MiB"
             wrong = run(flags, memory, {"XDG_CACHE_HOME": str(folder / "cache")})
-            what = f"{flags[0]} {memory}"
+            description = f"{flags[0]} {memory}"
         faults += bool(wrong)
-        say(f"{number}: {what}, {time.monotonic() - began:.0f} s: {'; '.join(wrong) or 'ok'}")
+        report(
+            f"{number}: {description}, {time.monotonic() - start_time:.0f} s: {'; '.join(wrong) or 'ok'}"
+        )
         with suppress(OSError):
             subprocess.run(["rm", "-rf", place], check=False)
     return faults

@@ -36,33 +36,38 @@ KEYS = ("tokens", "merges", "token_type")
 
 def scored(path: Path) -> dict[str, Any]:
     """Tokens of a SentencePiece vocabulary, and all merges that make one, the best score first."""
-    given = gguf.GGUF(path).metadata
-    tokens, scores = given["tokenizer.ggml.tokens"], given["tokenizer.ggml.scores"]
+    metadata = gguf.GGUF(path).metadata
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     index = {token: i for i, token in enumerate(tokens)}
     merges = []
     for i, token in enumerate(tokens):
         text = token.decode()
         for at in range(1, len(text)):
-            left, right = text[:at].encode(), text[at:].encode()
-            if left in index and right in index and b" " not in token and b"\n" not in token:
-                merges.append((-float(scores[i]), i, left + b" " + right))
+            left_part, right_part = text[:at].encode(), text[at:].encode()
+            if (
+                left_part in index
+                and right_part in index
+                and b" " not in token
+                and b"\n" not in token
+            ):
+                merges.append((-float(scores[i]), i, left_part + b" " + right_part))
     listed = [merge for _, _, merge in sorted(merges)]
     return {
-        f"tokenizer.ggml.{k}": given[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type")
+        f"tokenizer.ggml.{k}": metadata[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type")
     } | {"tokenizer.ggml.merges": listed}
 
 
 def real(path: Path) -> dict[str, Any]:
-    given = gguf.GGUF(path).metadata
-    return {key: given[key] for key in (f"tokenizer.ggml.{k}" for k in KEYS)}
+    metadata = gguf.GGUF(path).metadata
+    return {key: metadata[key] for key in (f"tokenizer.ggml.{k}" for k in KEYS)}
 
 
 def written(path: Path, metadata: dict[str, Any]) -> Path:
     """A file with a vocabulary and nothing else."""
     said = {"general.architecture": gguf.Value("string", "llama")}
     for key, value in metadata.items():
-        ends = (end for end in WRITTEN if key.endswith(end))
-        said[key] = gguf.Value(next((WRITTEN[end] for end in ends), "string"), value)
+        suffixes = (end for end in WRITTEN if key.endswith(end))
+        said[key] = gguf.Value(next((WRITTEN[end] for end in suffixes), "string"), value)
     gguf.write(path, said, {})
     return path
 
@@ -71,54 +76,59 @@ def lines(seed: int, count: int, every: int) -> Iterator[tuple[str, bool]]:
     """Random texts, and those of benchmarks.tokenizers with one of `every` blocks of code points."""
     for n, text in enumerate(drawn(seed, count)):
         yield text, n % 2 == 0
-    for n, given in enumerate(texts(random.Random(seed), 0, [])):
+    for n, sample in enumerate(texts(random.Random(seed), 0, [])):
         if n % every == 0:
-            yield given
+            yield sample
 
 
-def cleaned(theirs: Theirs, ids: list[int]) -> str:
+def cleaned(peer: Theirs, ids: list[int]) -> str:
     """The text of ids in llama.cpp."""
-    given, room = (llama_cpp.llama_token * len(ids))(*ids), ctypes.create_string_buffer(1 << 16)
-    size = llama_cpp.llama_detokenize(theirs.vocab, given, len(ids), room, len(room), False, False)
-    return room.raw[:size].decode(errors="replace")
+    id_array, buffer = (
+        (llama_cpp.llama_token * len(ids))(*ids),
+        ctypes.create_string_buffer(1 << 16),
+    )
+    size = llama_cpp.llama_detokenize(
+        peer.vocab, id_array, len(ids), buffer, len(buffer), False, False
+    )
+    return buffer.raw[:size].decode(errors="replace")
 
 
-def whole(theirs: Theirs, text: bytes) -> list[int]:
+def whole(peer: Theirs, text: bytes) -> list[int]:
     """The ids of a text in llama.cpp, with what it adds before and after."""
-    room = (llama_cpp.llama_token * (len(text) + 4))()
-    count = llama_cpp.llama_tokenize(theirs.vocab, text, len(text), room, len(room), True, False)
-    return list(room[:count])
+    buffer = (llama_cpp.llama_token * (len(text) + 4))()
+    count = llama_cpp.llama_tokenize(peer.vocab, text, len(text), buffer, len(buffer), True, False)
+    return list(buffer[:count])
 
 
 def compare(path: Path, seed: int, count: int, every: int) -> tuple[int, int]:
     """How many texts there were, and how many differ in ids or in the text that comes back."""
-    metadata, theirs = gguf.GGUF(path).metadata, Theirs(path)
+    metadata, peer = gguf.GGUF(path).metadata, Theirs(path)
     sides = [Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)]
-    wrong, done = int(sides[0].encode("ab", special=False) != whole(theirs, b"ab")), 0
+    wrong, done = int(sides[0].encode("ab", special=False) != whole(peer, b"ab")), 0
     # whose pieces are [UNK_BYTE_…] there
     spells = metadata.get("tokenizer.ggml.pre") != "whitespace"
     for text, special in lines(seed, count, every):
         done += 1
-        wanted = theirs.encode(text, special)
-        made = [t.encode(text, bos=False, eos=False, special=special) for t in sides]
-        same = made == [wanted, wanted]
+        expected = peer.encode(text, special)
+        our_ids = [t.encode(text, bos=False, eos=False, special=special) for t in sides]
+        is_equal = our_ids == [expected, expected]
         if done <= count and spells:
-            same &= sides[0].decode(wanted, clean=True) == cleaned(theirs, wanted)
-        if not same:
+            is_equal &= sides[0].decode(expected, clean=True) == cleaned(peer, expected)
+        if not is_equal:
             wrong += 1
             print(f"  {text[:60]!r} differs, special={special}")
-    llama_cpp.llama_model_free(theirs.model)
+    llama_cpp.llama_model_free(peer.model)
     return done, wrong
 
 
 def record(folder: Path) -> None:
     """Write checksums of the ids that llama.cpp has for some texts, by rule."""
-    found = {}
-    made = {name: joining(name) for name in (names.split()[0] for names in ROWS)}
-    for name, metadata in (made | {name: pieces(name) for name in PIECES}).items():
-        theirs = Theirs(written(folder / "vocab.gguf", metadata))
-        found[name] = [checksum(theirs.encode(text, False)) for text in drawn(7, RECORDED)]
-    rows = (f'  "{name}": {json.dumps(sums)}' for name, sums in found.items())
+    checksums = {}
+    joining_vocabs = {name: joining(name) for name in (names.split()[0] for names in ROWS)}
+    for name, metadata in (joining_vocabs | {name: pieces(name) for name in PIECES}).items():
+        peer = Theirs(written(folder / "vocab.gguf", metadata))
+        checksums[name] = [checksum(peer.encode(text, False)) for text in drawn(7, RECORDED)]
+    rows = (f'  "{name}": {json.dumps(sums)}' for name, sums in checksums.items())
     GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
@@ -131,25 +141,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--names", nargs="+", default=[*RULES, *PIECES])
     parser.add_argument("--record", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     silent = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(silent, None)
     failed = total = 0
-    spelled, plain = real(given.vocabulary), scored(given.scores)
+    merge_metadata, score_metadata = real(args.vocabulary), scored(args.scores)
     with tempfile.TemporaryDirectory() as folder:
-        if given.record:
+        if args.record:
             record(Path(folder))
-        for name in given.names:
-            own = pieces(name) if name in PIECES else joining(name)
-            sides = {"made": own}
+        for name in args.names:
+            made_metadata = pieces(name) if name in PIECES else joining(name)
+            sides = {"made": made_metadata}
             if name in RULES:
-                sides["given"] = own | (spelled if RULES[name].spelled else plain)
+                sides["given"] = made_metadata | (
+                    merge_metadata if RULES[name].spelled else score_metadata
+                )
             for kind, metadata in sides.items():
                 path = written(Path(folder) / "vocab.gguf", metadata)
-                done, wrong = compare(path, given.seed, given.texts, given.every)
+                done, wrong = compare(path, args.seed, args.texts, args.every)
                 print(f"{name}, {kind}: {wrong} of {done:,} texts differ", flush=True)
                 failed, total = failed + wrong, total + done
-    print(f"{len(given.names)} names: {failed} of {total:,} texts differ")
+    print(f"{len(args.names)} names: {failed} of {total:,} texts differ")
     return int(failed > 0)
 
 

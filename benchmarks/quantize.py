@@ -35,62 +35,62 @@ def matrices(gguf: GGUF) -> list[str]:
     return [name for name, entry in gguf.entries.items() if quantizable(name, entry.shape)]
 
 
-def write_normal(given: GGUF, path: Path) -> None:
+def write_normal(source: GGUF, path: Path) -> None:
     """The same file with normal values for matrices."""
     rng = np.random.default_rng(0)
-    tensors = {name: given.array(name) for name in given.entries}
-    for name in matrices(given):
-        shape = given.entries[name].shape
+    tensors = {name: source.array(name) for name in source.entries}
+    for name in matrices(source):
+        shape = source.entries[name].shape
         tensors[name] = 0.02 * rng.standard_normal(shape, np.float32)
-    write(path, given.values, tensors)
+    write(path, source.values, tensors)
 
 
-def error(given: GGUF, packed: dict[str, np.ndarray]) -> float:
+def error(source: GGUF, packed: dict[str, np.ndarray]) -> float:
     wrong = total = 0.0
     for name, array in packed.items():
-        x = given.array(name)
+        x = source.array(name)
         wrong += np.square(dequantize(array) - x, dtype=np.float64).sum()
         total += np.square(x, dtype=np.float64).sum()
     return wrong / total
 
 
-def ours(given: GGUF, dtype: Dtype) -> tuple[float, float]:
+def ours(source: GGUF, dtype: Dtype) -> tuple[float, float]:
     """Error, and bytes per second, the median."""
-    values = {name: given.array(name) for name in matrices(given)}
+    values = {name: source.array(name) for name in matrices(source)}
     seconds = []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         packed = {name: quantize(x, dtype) for name, x in values.items()}
-        seconds.append(time.perf_counter() - began)
-    return error(given, packed), sum(x.nbytes for x in values.values()) / sorted(seconds)[
+        seconds.append(time.perf_counter() - start_time)
+    return error(source, packed), sum(x.nbytes for x in values.values()) / sorted(seconds)[
         ROUNDS // 2
     ]
 
 
-def theirs(given: GGUF, program: str, mix: str, made: Path) -> float:
-    command = [program, "--pure", str(given.path), str(made), mix]
+def theirs(source: GGUF, program: str, mix: str, output: Path) -> float:
+    command = [program, "--pure", str(source.path), str(output), mix]
     subprocess.run(command, check=True, capture_output=True)
-    found = GGUF(made)
-    return error(given, {name: found.array(name) for name in matrices(given)})
+    quantized = GGUF(output)
+    return error(source, {name: quantized.array(name) for name in matrices(source)})
 
 
 def seconds(command: list[str]) -> float:
     # Python keeps compiled modules unless it is told not to, which would count their compiling in each command
-    usual = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"}
-    began = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, env=usual)
-    return time.perf_counter() - began
+    environment = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"}
+    start_time = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    return time.perf_counter() - start_time
 
 
 def compare_times(program: str, model: Path, types: list[str], folder: Path) -> None:
-    threads, made = str(kernels.threads()), str(folder / "made.gguf")
+    threads, output = str(kernels.threads()), str(folder / "made.gguf")
     print(f"{threads} threads\ntype      packtrain  llama-quantize  ratio")
     for name in types:
-        command = ["-m", "packtrain", "quantize", str(model), made, name, "--overwrite"]
+        command = ["-m", "packtrain", "quantize", str(model), output, name, "--overwrite"]
         try:
             rounds = [
                 (
-                    seconds([program, str(model), made, name, threads]),
+                    seconds([program, str(model), output, name, threads]),
                     seconds([sys.executable, *command]),
                 )
                 for _ in range(ROUNDS)
@@ -98,8 +98,11 @@ def compare_times(program: str, model: Path, types: list[str], folder: Path) -> 
         except subprocess.CalledProcessError:  # some types need an importance matrix
             print(f"{name:8} refused")
             continue
-        other, own = (statistics.median(side) for side in zip(*rounds, strict=True))
-        print(f"{name:8} {own:10.2f} {other:15.2f} {other / own:6.2f}", flush=True)
+        their_seconds, our_seconds = (statistics.median(side) for side in zip(*rounds, strict=True))
+        print(
+            f"{name:8} {our_seconds:10.2f} {their_seconds:15.2f} {their_seconds / our_seconds:6.2f}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -124,17 +127,19 @@ def main() -> None:
 def compare_errors(options: argparse.Namespace) -> None:
     print("values  type        error    of llama-quantize   ratio     MB/s")
     with tempfile.TemporaryDirectory() as folder:
-        normal, made = Path(folder) / "normal.gguf", Path(folder) / "made.gguf"
+        normal, output = Path(folder) / "normal.gguf", Path(folder) / "made.gguf"
         write_normal(GGUF(options.model), normal)
         for values, path in (("normal", normal), ("model", options.model)):
-            given = GGUF(path)
+            source = GGUF(path)
             for mix in {mix.dtype: mix for name, mix in MIXES.items() if name != "F32"}.values():
-                found, speed = ours(given, mix.dtype)
-                other = f"{'-':>18}  {'-':>6}"
+                our_error, speed = ours(source, mix.dtype)
+                peer_cells = f"{'-':>18}  {'-':>6}"
                 if options.llama_quantize:
-                    peer = theirs(given, options.llama_quantize, mix.name, made)
-                    other = f"{peer:18.6e}  {found / peer:6.4f}"
-                print(f"{values:7} {mix.dtype!s:7} {found:12.6e} {other} {speed / 1e6:8.0f}")
+                    peer = theirs(source, options.llama_quantize, mix.name, output)
+                    peer_cells = f"{peer:18.6e}  {our_error / peer:6.4f}"
+                print(
+                    f"{values:7} {mix.dtype!s:7} {our_error:12.6e} {peer_cells} {speed / 1e6:8.0f}"
+                )
 
 
 if __name__ == "__main__":

@@ -22,20 +22,20 @@ LITTLE, MUCH = 1 << 18, 1 << 26  # bytes of weights
 def one_row(dtype: Dtype, nbytes: int, rounds: int) -> tuple[float, float]:
     """Seconds for a row of 1,024 weights, and bytes a second, of thread time: medians over `nbytes` of weights."""
     width = 1024
-    few = random_weights(dtype, 64, width)
-    packed = few.view(np.uint8).reshape(64, -1)
+    sample_rows = random_weights(dtype, 64, width)
+    packed = sample_rows.view(np.uint8).reshape(64, -1)
     w = np.tile(packed, (max(nbytes // packed.nbytes, 1), 1))
     x = np.random.default_rng(0).standard_normal((1, width), np.float32)
     y = np.empty((1, len(w)), np.float32)
     compiled: Any = kernels.packed
     times = []
     for _ in range(rounds):
-        began = time.thread_time()
+        start_time = time.thread_time()
         for _ in range(LITTLE * 40 // nbytes or 1):
             compiled.product(y, x, dtype.number, w, False, 0)
-        times.append((time.thread_time() - began) / (LITTLE * 40 // nbytes or 1))
-    took = statistics.median(times)
-    return took / len(w), w.nbytes / took
+        times.append((time.thread_time() - start_time) / (LITTLE * 40 // nbytes or 1))
+    median_s = statistics.median(times)
+    return median_s / len(w), w.nbytes / median_s
 
 
 def print_rows(types: list[str], rounds: int) -> None:

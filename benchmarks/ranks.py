@@ -35,58 +35,69 @@ from tests.ranked import by_hand, done, same, train
 BEGUN = 2  # steps that are not counted
 
 
-def command(folder: Path, name: str, given: argparse.Namespace) -> list[str]:
+def command(folder: Path, name: str, args: argparse.Namespace) -> list[str]:
     """A run of the preset; `-m benchmarks.ranks rank` writes down when buckets leave."""
-    asked = ["--preset", given.preset, "--vocab-size", "auto", "-c", given.ctx, "--warmup-ratio", 0]
-    asked += ["--batch-size", given.rows, "--iters", given.steps, "--val-split", 0, "-t", 1]
+    run_flags = [
+        "--preset",
+        args.preset,
+        "--vocab-size",
+        "auto",
+        "-c",
+        args.ctx,
+        "--warmup-ratio",
+        0,
+    ]
+    run_flags += ["--batch-size", args.rows, "--iters", args.steps, "--val-split", 0, "-t", 1]
     files = ["--data", folder / "text.txt", "-o", folder / f"{name}.gguf", "--overwrite"]
     start = [sys.executable, "-m", "benchmarks.ranks", "rank", "train"]
-    return [*start, *map(str, [*files, *asked, "--no-tensorboard"])]
+    return [*start, *map(str, [*files, *run_flags, "--no-tensorboard"])]
 
 
 def rank(arguments: Sequence[str]) -> int:
     """A run as packtrain carries it out, with a line for each step in $TIMES: when buckets left, and all were there."""
-    leaving, end, began = gradient_sums.Exchanged.leaving, gradient_sums.Exchanged.end, [0.0]
-    sent = list[tuple[float, int]]()
+    leaving, end, start_time = gradient_sums.Exchanged.leaving, gradient_sums.Exchanged.end, [0.0]
+    sent_buckets = list[tuple[float, int]]()
 
     def noted_leaving(self: gradient_sums.Exchanged) -> Any:
-        began[0], send = time.perf_counter(), leaving(self)
-        sent.clear()
+        start_time[0], send = time.perf_counter(), leaving(self)
+        sent_buckets.clear()
 
         def noted() -> bool:
-            before = self.sent
+            num_sent = self.sent
             send()
-            now = time.perf_counter() - began[0]
-            for _, bucket in self.buckets[before : self.sent]:
-                sent.append((now, sum(t.spec.size for t in bucket)))
+            now = time.perf_counter() - start_time[0]
+            for _, bucket in self.buckets[num_sent : self.sent]:
+                sent_buckets.append((now, sum(t.spec.size for t in bucket)))
             return False
 
         return noted
 
     def noted_end(self: gradient_sums.Exchanged, loss: Any) -> None:
-        now = time.perf_counter() - began[0]
+        now = time.perf_counter() - start_time[0]
         for _, bucket in self.buckets[self.sent :]:
-            sent.append((now, sum(t.spec.size for t in bucket)))
+            sent_buckets.append((now, sum(t.spec.size for t in bucket)))
         end(self, loss)
-        arrived = time.perf_counter() - began[0]
+        arrived = time.perf_counter() - start_time[0]
         with open(os.environ["TIMES"] + os.environ.get("RANK", "0"), "a") as file:
-            print(json.dumps({"sent": sent, "computed": now, "arrived": arrived}), file=file)
+            print(
+                json.dumps({"sent": sent_buckets, "computed": now, "arrived": arrived}), file=file
+            )
 
     gradient_sums.Exchanged.leaving, gradient_sums.Exchanged.end = noted_leaving, noted_end  # type: ignore[method-assign]
     return packtrain(arguments)
 
 
-def overlap(given: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as made, hosts(2) as two:
-        folder = Path(made)
+def overlap(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as tmp_folder, hosts(2) as two:
+        folder = Path(tmp_folder)
         (folder / "text.txt").write_text(words(400_000))
-        two.throttle(given.mbit)
+        two.throttle(args.mbit)
         os.environ["TIMES"] = str(folder / "times")
-        ended(by_hand(command(folder, "run", given), [], [], on=two))
+        ended(by_hand(command(folder, "run", args), [], [], on=two))
         lines = (folder / "times0").read_text().splitlines()[BEGUN:]
-    found = [hidden(json.loads(line), given.mbit * 1e6 / 8) for line in lines]
+    hidden_times = [hidden(json.loads(line), args.mbit * 1e6 / 8) for line in lines]
     for name in ("computed", "exchanged", "waited", "least", "share"):
-        print(f"{name:10} {statistics.median(one[name] for one in found):.3f}")
+        print(f"{name:10} {statistics.median(times[name] for times in hidden_times):.3f}")
 
 
 def hidden(step: dict[str, Any], link: float) -> dict[str, float]:
@@ -96,93 +107,97 @@ def hidden(step: dict[str, Any], link: float) -> dict[str, float]:
         4 * numbers / link for _, numbers in step["sent"]
     ]  # of two ranks, each sends as much
     exchanged = sum(durations)
-    least = max(last_arrival([at for at, _ in step["sent"]], durations) - step["computed"], 0)
+    min_exposed = max(last_arrival([at for at, _ in step["sent"]], durations) - step["computed"], 0)
     waited = step["arrived"] - step["computed"]
-    share = (exchanged - waited) / (exchanged - least)
-    found = {"computed": step["computed"], "exchanged": exchanged, "waited": waited}
-    return found | {"least": least, "share": share}
+    share = (exchanged - waited) / (exchanged - min_exposed)
+    times = {"computed": step["computed"], "exchanged": exchanged, "waited": waited}
+    return times | {"least": min_exposed, "share": share}
 
 
 def ended(started: list["subprocess.Popen[str]"]) -> None:
-    for one in started:
-        said = one.communicate()[1]
-        if one.returncode:
+    for process in started:
+        said = process.communicate()[1]
+        if process.returncode:
             raise SystemExit(said)
 
 
-def predict(given: argparse.Namespace) -> None:
+def predict(args: argparse.Namespace) -> None:
     print("processes  link       predicted  measured  ratio")
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as tmp_folder:
+        folder = Path(tmp_folder)
         (folder / "text.txt").write_text(words(400_000))
         os.environ["TIMES"] = str(folder / "times")
-        predicted([*command(folder, "now", given), "--measure-speed"], 1)  # as the machine is now
-        for ranks in map(int, given.ranks.split(",")):
-            for mbit in (given.mbit, None) if ranks > 1 and given.mbit else (None,):
+        predicted([*command(folder, "now", args), "--measure-speed"], 1)  # as the machine is now
+        for ranks in map(int, args.ranks.split(",")):
+            for mbit in (args.mbit, None) if ranks > 1 and args.mbit else (None,):
                 name = f"{ranks}-{mbit}"
-                asked = command(folder, name, given)
+                argv = command(folder, name, args)
                 if mbit is None:
-                    done([*asked, "--nproc", str(ranks)])
+                    done([*argv, "--nproc", str(ranks)])
                 else:
-                    with hosts(ranks) as several:
-                        several.throttle(mbit)
-                        ended(by_hand(asked, *[[]] * ranks, on=several))
-                took = measured(folder / f"{name}.run")
-                expected = predicted(asked, ranks, mbit or 20_000)
+                    with hosts(ranks) as rank_hosts:
+                        rank_hosts.throttle(mbit)
+                        ended(by_hand(argv, *[[]] * ranks, on=rank_hosts))
+                step_seconds = measured(folder / f"{name}.run")
+                expected = predicted(argv, ranks, mbit or 20_000)
                 link = f"{mbit or 'loopback'}"
-                print(f"{ranks:9}  {link:9}  {expected:9.3f}  {took:8.3f}  {took / expected:5.2f}")
+                print(
+                    f"{ranks:9}  {link:9}  {expected:9.3f}  {step_seconds:8.3f}  {step_seconds / expected:5.2f}"
+                )
 
 
 def measured(folder: Path) -> float:
-    ends = [r["seconds"] for r in metrics_file.read(folder / "metrics.jsonl") if "loss" in r]
-    return statistics.median(b - a for a, b in zip(ends[BEGUN:], ends[BEGUN + 1 :], strict=False))
+    end_times = [r["seconds"] for r in metrics_file.read(folder / "metrics.jsonl") if "loss" in r]
+    return statistics.median(
+        b - a for a, b in zip(end_times[BEGUN:], end_times[BEGUN + 1 :], strict=False)
+    )
 
 
-def predicted(asked: list[str], ranks: int, mbit: float = 0.0) -> float:
+def predicted(argv: list[str], ranks: int, mbit: float = 0.0) -> float:
     flags = ["--nproc", str(ranks), "--link", f"{mbit:g}Mbit"] if ranks > 1 else []
     start = [sys.executable, "-m", "packtrain", "plan"]
-    said = subprocess.run([*start, *asked[4:], *flags], capture_output=True, text=True, check=True)
+    said = subprocess.run([*start, *argv[4:], *flags], capture_output=True, text=True, check=True)
     line = next(x for x in said.stdout.splitlines()[::-1] if " s a step" in x)
     return float(line.partition(" s a step")[0].split()[-1])
 
 
-def kills(given: argparse.Namespace) -> None:
-    rng = random.Random(given.seed)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+def kills(args: argparse.Namespace) -> None:
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as tmp_folder:
+        folder = Path(tmp_folder)
         (folder / "text.txt").write_text(words())
-        often = ["--save-every", "5", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
-        often += ["--nproc", "2", "--zero", "1", "--grad-accumulation-steps", "2"]
-        longest, slow = 0.0, given.life
-        for number in range(given.kills):
-            asked = train(folder, "killed", *often, "--iters", "1000000", "--resume")
-            seconds = killed(asked, rng.uniform(0, slow), rng)
+        common_flags = ["--save-every", "5", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
+        common_flags += ["--nproc", "2", "--zero", "1", "--grad-accumulation-steps", "2"]
+        longest, max_life = 0.0, args.life
+        for number in range(args.kills):
+            argv = train(folder, "killed", *common_flags, "--iters", "1000000", "--resume")
+            seconds = killed(argv, rng.uniform(0, max_life), rng)
             longest = max(longest, seconds)
             step = step_of(folder / "killed.run/checkpoint.gguf")
             print(
                 f"kill {number + 1}: ended after {seconds:.1f} s; step {step} is saved", flush=True
             )
         iters = ["--iters", str(step_of(folder / "killed.run/checkpoint.gguf") + 10)]
-        done(train(folder, "killed", *often, *iters, "--resume"))
-        done(train(folder, "alone", *often, *iters))
+        done(train(folder, "killed", *common_flags, *iters, "--resume"))
+        done(train(folder, "alone", *common_flags, *iters))
         same(folder, "killed", "alone")
         print(
-            f"{given.kills} kills: the longest end took {longest:.1f} s; equal, bit for bit, {iters[1]} steps"
+            f"{args.kills} kills: the longest end took {longest:.1f} s; equal, bit for bit, {iters[1]} steps"
         )
 
 
-def killed(asked: list[str], after: float, rng: random.Random) -> float:
+def killed(argv: list[str], delay: float, rng: random.Random) -> float:
     """Kill a rank of a run; how long the run then takes to end. It must say who was lost, or which signal it was."""
-    started = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
     while len(children.read_text().split()) < 2:
         time.sleep(0.01)
-    time.sleep(after)
+    time.sleep(delay)
     os.kill(int(rng.choice(children.read_text().split())), 9)
-    began = time.monotonic()
+    start_time = time.monotonic()
     said = started.communicate(timeout=30)[1]
     assert started.returncode and "ended by signal 9" in said, said
-    return time.monotonic() - began
+    return time.monotonic() - start_time
 
 
 def step_of(checkpoint: Path) -> int:
@@ -203,8 +218,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--life", type=float, default=12.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    {"overlap": overlap, "predict": predict, "kills": kills}[given.what](given)
+    args = parser.parse_args()
+    {"overlap": overlap, "predict": predict, "kills": kills}[args.what](args)
 
 
 if __name__ == "__main__":

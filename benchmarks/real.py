@@ -64,14 +64,14 @@ def table(results: dict[str, list[Row]]) -> str:
 
 def read(path: Path) -> dict[str, list[Row]]:
     """The results of earlier runs."""
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    return {part: [Row(**row) for row in kept[part]] for part in PARTS if part in kept}
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    return {part: [Row(**row) for row in saved[part]] for part in PARTS if part in saved}
 
 
 def write(path: Path, results: dict[str, list[Row]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = {part: [asdict(row) for row in rows] for part, rows in results.items()}
-    path.write_text(json.dumps(made, indent=1))
+    serialized = {part: [asdict(row) for row in rows] for part, rows in results.items()}
+    path.write_text(json.dumps(serialized, indent=1))
 
 
 def rows(part: str, setup: Setup) -> Iterator[Row]:
@@ -96,27 +96,25 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "build/real/work")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--short", action="store_true", help="small, in a minute or two")
-    given = parser.parse_args()
-    given.parts = given.parts.split(",")
+    args = parser.parse_args()
+    args.parts = args.parts.split(",")
     for name in ("base", "data", "text", "stories"):
-        path = getattr(given, name)
+        path = getattr(args, name)
         if path is not None and not path.exists():
             parser.error(f"--{name}: there is no {path}")
-    if unknown := [part for part in given.parts if part not in PARTS]:
+    if unknown := [part for part in args.parts if part not in PARTS]:
         parser.error(f"--parts: {unknown[0]!r} is none of {', '.join(PARTS)}")
-    if "tutorial" in given.parts and not given.stories:
+    if "tutorial" in args.parts and not args.stories:
         parser.error("--stories: the part tutorial needs a text to train its base on")
-    return given
+    return args
 
 
 def main() -> int:
-    given = parsed()
-    setup = Setup(
-        given.base, given.data, given.text, given.stories, given.llama, given.work, given.short
-    )
-    file = given.work / ("short.json" if given.short else "results.json")
+    args = parsed()
+    setup = Setup(args.base, args.data, args.text, args.stories, args.llama, args.work, args.short)
+    file = args.work / ("short.json" if args.short else "results.json")
     results = read(file)
-    for part in given.parts:
+    for part in args.parts:
         print(f"… {part}", file=sys.stderr, flush=True)
         results[part] = []
         for row in rows(part, setup):
@@ -124,10 +122,10 @@ def main() -> int:
             print(f"| {part} {row}", file=sys.stderr, flush=True)
         write(file, results)
     print(
-        f"{given.base.name}, {platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}\n"
+        f"{args.base.name}, {platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}\n"
     )
     print(table({part: results[part] for part in PARTS if part in results}))
-    return 0 if all(row.good for part in given.parts for row in results[part]) else 1
+    return 0 if all(row.good for part in args.parts for row in results[part]) else 1
 
 
 if __name__ == "__main__":

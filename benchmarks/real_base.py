@@ -61,11 +61,13 @@ class Setup:
     def split(self) -> tuple[Path, Path]:
         """Conversations to learn, and others that are held out."""
         lines = self.data.read_text(encoding="utf-8").splitlines(keepends=True)
-        held = HELD if len(lines) > 4 * HELD else len(lines) // 4
-        learnt = 40 if self.short else len(lines)
+        num_heldout = HELD if len(lines) > 4 * HELD else len(lines) // 4
+        num_train = 40 if self.short else len(lines)
         self.work.mkdir(parents=True, exist_ok=True)
         paths = self.work / "learn.jsonl", self.work / "held.jsonl"
-        for path, part in zip(paths, (lines[:-held][:learnt], lines[-held:]), strict=True):
+        for path, part in zip(
+            paths, (lines[:-num_heldout][:num_train], lines[-num_heldout:]), strict=True
+        ):
             path.write_text("".join(part), encoding="utf-8")
         return paths
 
@@ -97,8 +99,8 @@ def first(setup: Setup) -> Iterator[Row]:
 # ---- eval --------------------------------------------------------------------------------------------------------
 
 
-def measured(model: Path, data: Path, *more: object) -> Watched:
-    return packtrain("eval", model, "--data", data, *more)
+def measured(model: Path, data: Path, *flags: object) -> Watched:
+    return packtrain("eval", model, "--data", data, *flags)
 
 
 def perplexity(setup: Setup) -> Iterator[Row]:
@@ -110,8 +112,8 @@ def perplexity(setup: Setup) -> Iterator[Row]:
     yield perplexity_row(setup, setup.base, text, LIMITS[False])
     if setup.short:
         return
-    with tempfile.TemporaryDirectory(dir=setup.work) as made:
-        unpacked = Path(made) / "f32.gguf"
+    with tempfile.TemporaryDirectory(dir=setup.work) as tmp_folder:
+        unpacked = Path(tmp_folder) / "f32.gguf"
         done = packtrain("quantize", setup.base, unpacked, "F32")
         if done.code:
             yield failed("quantize to F32", done)
@@ -147,34 +149,36 @@ def tune(base: Path, data: Path, output: Path, flags: str, cache: Path | None = 
 
 def memory(setup: Setup) -> Iterator[Row]:
     """Runs inside their budgets, with kernels that are compiled and with an empty cache."""
-    learnt, _ = setup.split()
+    train_path, _ = setup.split()
     done = packtrain("compile")
     yield Row("compile", f"{done.seconds:.0f} s", "exit 0", done.code == 0)
     flags = f"{SHORT if setup.short else ''} {FEW} --iters 2"
-    refused = tune(setup.base, learnt, setup.work / "refused.gguf", f"{flags} --memory 8MiB")
+    refused = tune(setup.base, train_path, setup.work / "refused.gguf", f"{flags} --memory 8MiB")
     reading = READING.search(refused.said)  # the data must be read before the run is planned
     if reading:
-        tune(setup.base, learnt, setup.work / "refused.gguf", f"{flags} --memory {reading[1]}")
-        refused = tune(setup.base, learnt, setup.work / "refused.gguf", f"{flags} --memory 8MiB")
-    least = MINIMUM.search(refused.said)
-    if refused.code != 3 or not least:
+        tune(setup.base, train_path, setup.work / "refused.gguf", f"{flags} --memory {reading[1]}")
+        refused = tune(
+            setup.base, train_path, setup.work / "refused.gguf", f"{flags} --memory 8MiB"
+        )
+    minimum = MINIMUM.search(refused.said)
+    if refused.code != 3 or not minimum:
         yield failed("--memory 8MiB is refused with the smallest budget", refused)
         return
-    smallest = f"{least[1]}MiB"
-    took = f"smallest {smallest}, {refused.seconds:.1f} s"
-    yield Row("refusal of 8 MiB", took, "exit 3", True)
+    smallest = f"{minimum[1]}MiB"
+    cost_text = f"smallest {smallest}, {refused.seconds:.1f} s"
+    yield Row("refusal of 8 MiB", cost_text, "exit 3", True)
     for budget in (smallest,) if setup.short else ("1GiB", "700MiB", smallest):
-        for cold in (False,) if setup.short else (False, True):
-            yield budget_row(setup, learnt, budget, cold, flags)
+        for empty_cache in (False,) if setup.short else (False, True):
+            yield budget_row(setup, train_path, budget, empty_cache, flags)
 
 
-def budget_row(setup: Setup, learnt: Path, budget: str, cold: bool, flags: str) -> Row:
-    with tempfile.TemporaryDirectory(dir=setup.work) as made:
-        folder = Path(made)
-        empty = folder / "cache" if cold else None
+def budget_row(setup: Setup, train_path: Path, budget: str, empty_cache: bool, flags: str) -> Row:
+    with tempfile.TemporaryDirectory(dir=setup.work) as tmp_folder:
+        folder = Path(tmp_folder)
+        cache_folder = folder / "cache" if empty_cache else None
         result = folder / "tuned.gguf"
-        done = tune(setup.base, learnt, result, f"{flags} --memory {budget}", empty)
-    name = f"finetune --memory {budget}{', empty cache' if cold else ''}"
+        done = tune(setup.base, train_path, result, f"{flags} --memory {budget}", cache_folder)
+    name = f"finetune --memory {budget}{', empty cache' if empty_cache else ''}"
     share = done.peak / parse_size(budget, "--memory")
     said = f"peak {done.peak / MIB:.0f} MiB, {share:.1%}, in {done.seconds:.0f} s"
     return Row(name, said, "≤ 100 %", share <= 1) if not done.code else failed(name, done)
@@ -185,12 +189,12 @@ def budget_row(setup: Setup, learnt: Path, budget: str, cold: bool, flags: str) 
 
 def tuned(base: Path, setup: Setup, name: str, flags: str) -> Iterator[Row]:
     """A tune and what is left of it in the merged file."""
-    learnt, held = setup.split()
+    train_path, heldout_path = setup.split()
     folder = setup.work / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     result = folder / "tuned.gguf"
-    done = tune(base, learnt, result, flags)
+    done = tune(base, train_path, result, flags)
     if done.code:
         yield failed("finetune", done)
         return
@@ -198,43 +202,48 @@ def tuned(base: Path, setup: Setup, name: str, flags: str) -> Iterator[Row]:
     yield Row("finetune", seconds, "exit 0", True)
     yield from validation(folder / "tuned.run/metrics.jsonl")
     adapter = folder / "tuned.run/adapter.gguf"
-    yield from kept(base, adapter, result, held)
-    again = folder / "again.gguf"
-    done = packtrain("merge", base, adapter, "--calibrate", learnt, "-o", again)
-    again.unlink(missing_ok=True)
+    yield from kept(base, adapter, result, heldout_path)
+    remerged = folder / "again.gguf"
+    done = packtrain("merge", base, adapter, "--calibrate", train_path, "-o", remerged)
+    remerged.unlink(missing_ok=True)
     good = not done.code and done.seconds <= MERGE_SECONDS
-    took = f"{done.seconds:.0f} s, peak {done.peak / MIB:.0f} MiB"
+    cost_text = f"{done.seconds:.0f} s, peak {done.peak / MIB:.0f} MiB"
     yield (
-        Row("merge --calibrate", took, f"≤ {MERGE_SECONDS} s", good)
+        Row("merge --calibrate", cost_text, f"≤ {MERGE_SECONDS} s", good)
         if not done.code
         else failed("merge", done)
     )
 
 
 def validation(metrics: Path) -> Iterator[Row]:
-    found = [r["val_loss"] for r in map(json.loads, metrics.open()) if "val_loss" in r]
-    if len(found) > 1:
-        said = " → ".join(f"{loss:.4f}" for loss in found)
-        yield Row("validation while tuning", said, "falls", found[-1] < found[0])
+    val_losses = [r["val_loss"] for r in map(json.loads, metrics.open()) if "val_loss" in r]
+    if len(val_losses) > 1:
+        said = " → ".join(f"{loss:.4f}" for loss in val_losses)
+        yield Row("validation while tuning", said, "falls", val_losses[-1] < val_losses[0])
 
 
-def kept(base: Path, adapter: Path, result: Path, held: Path) -> Iterator[Row]:
+def kept(base: Path, adapter: Path, result: Path, heldout_path: Path) -> Iterator[Row]:
     """Losses on what is held out, how much of the gain is kept, and the size of the file."""
     losses = []
-    for model, more in ((base, ()), (base, ("--lora", adapter)), (result, ())):
-        done = measured(model, held, *more)
-        found = LOSS.search(done.out)
-        if done.code or not found:
+    for model, lora_flags in ((base, ()), (base, ("--lora", adapter)), (result, ())):
+        done = measured(model, heldout_path, *lora_flags)
+        loss_match = LOSS.search(done.out)
+        if done.code or not loss_match:
             yield failed(f"eval {model.name} on held-out conversations", done)
             return
-        losses.append(float(found[1]))
-    before, beside, merged = losses
+        losses.append(float(loss_match[1]))
+    base_loss, adapter_loss, merged_loss = losses
     yield Row(
-        "held-out loss: base → adapter", f"{before:.4f} → {beside:.4f}", "falls", beside < before
+        "held-out loss: base → adapter",
+        f"{base_loss:.4f} → {adapter_loss:.4f}",
+        "falls",
+        adapter_loss < base_loss,
     )
-    share = (before - merged) / (before - beside) if beside < before else 0.0
+    share = (
+        (base_loss - merged_loss) / (base_loss - adapter_loss) if adapter_loss < base_loss else 0.0
+    )
     yield Row(
-        "kept of it when merged", f"{merged:.4f}: {share:.1%}", f"≥ {KEPT:.0%}", share >= KEPT
+        "kept of it when merged", f"{merged_loss:.4f}: {share:.1%}", f"≥ {KEPT:.0%}", share >= KEPT
     )
     sizes = [sum(e.nbytes for e in GGUF(path).entries.values()) for path in (base, result)]
     said = " → ".join(f"{nbytes:,}" for nbytes in sizes)
@@ -258,22 +267,22 @@ def tutorial(setup: Setup) -> Iterator[Row]:
     """The commands of the tutorial."""
     folder = setup.work / "tutorial"
     folder.mkdir(parents=True, exist_ok=True)
-    plain = folder / "base.gguf"
-    if not plain.exists():
+    unquantized = folder / "base.gguf"
+    if not unquantized.exists():
         flags = ("--preset", "15m", "--iters", "300", "--overwrite")
-        done = packtrain("train", "--data", setup.stories, "-o", plain, *flags)
+        done = packtrain("train", "--data", setup.stories, "-o", unquantized, *flags)
         if done.code:
             yield failed("train", done)
             return
     for kind in ("Q8_0", "Q4_K_M"):
         base = folder / f"{kind}.gguf"
         base.unlink(missing_ok=True)
-        done = packtrain("quantize", plain, base, kind)
+        done = packtrain("quantize", unquantized, base, kind)
         if done.code:
             yield failed(f"quantize {kind}", done)
             continue
-        more = "--memory 600MiB --lr 2e-3 --iters 60"
-        for row in tuned(base, setup, f"tutorial/{kind}", more):
+        tuning_flags = "--memory 600MiB --lr 2e-3 --iters 60"
+        for row in tuned(base, setup, f"tutorial/{kind}", tuning_flags):
             yield Row(f"{kind}: {row.what}", row.found, row.wanted, row.good)
 
 
@@ -294,40 +303,44 @@ def llama(setup: Setup) -> Iterator[Row]:
             missing = result if python.exists() else python
             yield Row(f"merged file of {name}", f"there is no {missing.name}", "to be there", False)
             continue
-        with tempfile.TemporaryDirectory(dir=setup.work) as made:
-            unpacked = Path(made) / "unpacked.gguf"
+        with tempfile.TemporaryDirectory(dir=setup.work) as tmp_folder:
+            unpacked = Path(tmp_folder) / "unpacked.gguf"
             silently("quantize", result, unpacked, "F32", "--allow-requantize")
-            exact, rounded = (
+            unpacked_scores, rounded_scores = (
                 scored(str(python), tokens[:-1], {"model": str(p)}) for p in (unpacked, result)
             )
-        found = logarithms(logits(open_model(result), tokens[:-1]))
+        our_scores = logarithms(logits(open_model(result), tokens[:-1]))
         at = np.arange(len(tokens) - 1), np.array(tokens[1:])
-        mean, own = (float(np.abs(x[at] - exact[at]).mean()) for x in (found, rounded))
-        second, first = np.sort(exact, -1)[:, -2:].T
-        other = (first - second > SURE) & (found.argmax(-1) != exact.argmax(-1))
-        said = f"mean difference {mean:.1e}, other likeliest token where sure: {other.sum()}"
+        mean_difference, rounding_error = (
+            float(np.abs(x[at] - unpacked_scores[at]).mean()) for x in (our_scores, rounded_scores)
+        )
+        second_best, top_score = np.sort(unpacked_scores, -1)[:, -2:].T
+        differing = (top_score - second_best > SURE) & (
+            our_scores.argmax(-1) != unpacked_scores.argmax(-1)
+        )
+        said = f"mean difference {mean_difference:.1e}, other likeliest token where sure: {differing.sum()}"
         limit = LOGARITHMS["F32"]
-        good = mean <= limit and not other.any()
+        good = mean_difference <= limit and not differing.any()
         yield Row(
             f"merged file of {name}, F32",
-            f"{said}; llama.cpp's own rounding {own:.1e}",
+            f"{said}; llama.cpp's own rounding {rounding_error:.1e}",
             f"{limit}, 0",
             good,
         )
 
 
 def resume(setup: Setup) -> Iterator[Row]:
-    learnt, _ = setup.split()
+    train_path, _ = setup.split()
 
     def prepare(folder: Path) -> None:
         (folder / "base.gguf").symlink_to(setup.base.resolve())
-        shutil.copy(learnt, folder / "chats.jsonl")
+        shutil.copy(train_path, folder / "chats.jsonl")
 
     def flags(folder: Path) -> list[str]:
         paths = [str(folder / "base.gguf"), "--data", str(folder / "chats.jsonl")]
         return ["finetune", *paths, "--batch-size", "1", "--ctx", "64", "--lora-dropout", "0.1"]
 
     results = "{}.gguf", "{}.run/checkpoint.gguf", "{}.run/adapter.gguf"
-    with tempfile.TemporaryDirectory(dir=setup.work) as made:
-        steps = survive(Path(made), 5, 0, Kind(prepare, flags, results))
+    with tempfile.TemporaryDirectory(dir=setup.work) as tmp_folder:
+        steps = survive(Path(tmp_folder), 5, 0, Kind(prepare, flags, results))
     yield Row("5 kills", f"{steps} steps, weights and metrics equal", "bit for bit", True)

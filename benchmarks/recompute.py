@@ -40,9 +40,9 @@ SHAPES = {
 
 
 def seconds(run: Executor, inputs: dict[str, np.ndarray]) -> float:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     run(inputs)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def of_blocks(buffer: Buffer) -> bool:
@@ -50,11 +50,11 @@ def of_blocks(buffer: Buffer) -> bool:
     return buffer.category == "activation" and buffer.op != "linear_cross_entropy"
 
 
-def ratio(run: Executor, whole: Executor, inputs: dict[str, np.ndarray], turn: int) -> float:
+def ratio(run: Executor, full_run: Executor, inputs: dict[str, np.ndarray], turn: int) -> float:
     """Of one pair of steps, each of them first in every other pair."""
-    pair = [run, whole] if turn % 2 else [whole, run]
-    took = {one: seconds(one, inputs) for one in pair}
-    return took[run] / took[whole]
+    pair = [run, full_run] if turn % 2 else [full_run, run]
+    durations = {executor: seconds(executor, inputs) for executor in pair}
+    return durations[run] / durations[full_run]
 
 
 def measure(name: str, time_: int, rounds: int) -> None:
@@ -67,7 +67,7 @@ def measure(name: str, time_: int, rounds: int) -> None:
         placed = place(blocks.build(config.block_count, choice).graph)
         return placed, make_plan(placed)
 
-    everything, plan = planned(None)
+    full_placement, plan = planned(None)
     keeping = plan.arena().nbytes
     activations = sum(buffer.nbytes for buffer in plan.peak() if of_blocks(buffer))
     floor = keeping - activations
@@ -80,11 +80,11 @@ def measure(name: str, time_: int, rounds: int) -> None:
         "pos": np.arange(time_, dtype=np.int32)[None],
     } | optimizer.inputs(1)
     session = Session()
-    whole = session.executor(everything, plan)
+    full_run = session.executor(full_placement, plan)
     transformer.initialise(config, 0, session.fill)
-    expected = whole(inputs)
-    step_seconds = cost_model.seconds(everything, request.rates)
-    base = min(seconds(whole, inputs) for _ in range(3))
+    expected = full_run(inputs)
+    step_seconds = cost_model.seconds(full_placement, request.rates)
+    base = min(seconds(full_run, inputs) for _ in range(3))
     print(f"{name}, 1 × {time_}: keeps everything in {keeping / MIB:.1f} MiB, of which activations "
           f"{activations / MIB:.1f} MiB; {base:.3f} s a step")  # fmt: skip
     print(
@@ -92,24 +92,24 @@ def measure(name: str, time_: int, rounds: int) -> None:
         f"{'measured':>9}  bits"
     )
     for percent in BUDGETS:
-        began = time.perf_counter()
-        found = blocks.within(floor + activations * percent // 100)
-        decided = time.perf_counter() - began
-        if found is None:
-            least = blocks.least().arena - floor
-            print(f"{percent:>6}% does not fit: the least is {least / activations:.1%}")
+        start_time = time.perf_counter()
+        solution = blocks.within(floor + activations * percent // 100)
+        decided = time.perf_counter() - start_time
+        if solution is None:
+            min_nbytes = blocks.least().arena - floor
+            print(f"{percent:>6}% does not fit: the least is {min_nbytes / activations:.1%}")
             continue
-        placed, plan = planned(found.choice)
+        placed, plan = planned(solution.choice)
         arena, run = plan.arena().nbytes, session.executor(placed, plan)
-        same = all(np.array_equal(run(inputs)[k], expected[k]) for k in expected)
-        ratios = [ratio(run, whole, inputs, turn) for turn in range(rounds)]
-        predicted = found.seconds / step_seconds
+        is_equal = all(np.array_equal(run(inputs)[k], expected[k]) for k in expected)
+        ratios = [ratio(run, full_run, inputs, turn) for turn in range(rounds)]
+        predicted = solution.seconds / step_seconds
         print(
             f"{percent:>6}% {arena / MIB:>12.1f} {(arena - floor) / activations:>12.1%} {decided:>13.2f} "
-            f"{predicted:>+10.1%} {statistics.median(ratios) - 1:>+9.1%}  {'equal' if same else 'DIFFERENT'}"
+            f"{predicted:>+10.1%} {statistics.median(ratios) - 1:>+9.1%}  {'equal' if is_equal else 'DIFFERENT'}"
         )
     steps = [blocks.within(floor + activations * k // 20) for k in range(20, 0, -1)]
-    fitting = [found for found in steps if found is not None]
+    fitting = [solution for solution in steps if solution is not None]
     peaks, times = [f.arena for f in fitting], [f.seconds for f in fitting]
     falls = all(a >= b for a, b in pairwise(peaks)) and all(
         f is None for f in steps[len(fitting) :]
@@ -128,9 +128,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["110m", "1b"], choices=SHAPES)
     parser.add_argument("--time", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    for name in given.shapes:
-        measure(name, given.time, given.rounds)
+    args = parser.parse_args()
+    for name in args.shapes:
+        measure(name, args.time, args.rounds)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ def take(opened: dict[str, Any], stem: str) -> None:
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 
-def tune(browser: Any, base: str, folder: Path, more: list[str]) -> None:
+def tune(browser: Any, base: str, folder: Path, extra_flags: list[str]) -> None:
     """The pictures of a run that has ended."""
-    flags = ["--data", "train.jsonl", "-o", "support.gguf", "--memory", "1GiB", *more]
+    flags = ["--data", "train.jsonl", "-o", "support.gguf", "--memory", "1GiB", *extra_flags]
     command = [*COMMAND, "finetune", base, *flags, "--watch", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder) as run:
         assert run.stderr is not None
@@ -54,8 +54,8 @@ def tune(browser: Any, base: str, folder: Path, more: list[str]) -> None:
         threading.Thread(target=run.stderr.read).start()
         opened = pages(browser, said.split()[-1])
         for page in opened.values():
-            ended = page.locator("#state").get_by_text(re.compile("finished|failed"))
-            ended.wait_for(timeout=3_600_000)
+            end_state = page.locator("#state").get_by_text(re.compile("finished|failed"))
+            end_state.wait_for(timeout=3_600_000)
         take(opened, "watch")
 
 
@@ -66,19 +66,27 @@ def write(path: Path, rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
-    given, more = parser.parse_known_args()  # more: flags of finetune
-    rows, base = support(92), given.base.name
+    args, finetune_flags = parser.parse_known_args()  # more: flags of finetune
+    rows, base = support(92), args.base.name
     with tempfile.TemporaryDirectory() as name, chromium() as browser:
         folder = Path(name)
-        (folder / base).symlink_to(given.base.absolute())
+        (folder / base).symlink_to(args.base.absolute())
         write(folder / "train.jsonl", rows[:82])
         write(folder / "test.jsonl", rows[82:])
-        tune(browser, base, folder, more)
+        tune(browser, base, folder, finetune_flags)
         data = ["--data", "test.jsonl", "--pattern", r"\[LM-\d{4}\]", "-n", "48"]
         compare = [*COMMAND, "compare", base, "support.gguf", *data, "--html", "compare.html"]
         subprocess.run(compare, check=True, cwd=folder)
         take(pages(browser, (folder / "compare.html").as_uri()), "compare")
-        flags = ["--data", "train.jsonl", "--memory", "1GiB", "--html", "plan.html", *more]
+        flags = [
+            "--data",
+            "train.jsonl",
+            "--memory",
+            "1GiB",
+            "--html",
+            "plan.html",
+            *finetune_flags,
+        ]
         subprocess.run([*COMMAND, "plan", "finetune", base, *flags], check=True, cwd=folder)
         take(pages(browser, (folder / "plan.html").as_uri()), "plan")
 

@@ -57,8 +57,8 @@ def tokens(vocab: Any, items: Any, question: dict, settings: Settings) -> Iterat
 
 
 def apply(chain: Any, items: Any) -> int:
-    here = type(items).from_buffer_copy(items)
-    data = cpp.llama_token_data_array(here, len(here), -1, False)
+    token_array = type(items).from_buffer_copy(items)
+    data = cpp.llama_token_data_array(token_array, len(token_array), -1, False)
     cpp.llama_sampler_apply(chain, ctypes.byref(data))
     return data.data[data.selected].id
 
@@ -71,7 +71,7 @@ def chain_of(vocab: Any, size: int, s: Settings, seed: int) -> Any:
     breakers = (ctypes.c_char_p * len(s["breakers"]))(*(b.encode() for b in s["breakers"]))
     dry = s["dry_multiplier"], s["dry_base"], s["dry_allowed_length"], s["dry_penalty_last_n"]
     penalties = s["repeat_penalty"], s["frequency_penalty"], s["presence_penalty"]
-    made = {
+    constructors = {
         "penalties": lambda: cpp.llama_sampler_init_penalties(size, s["repeat_last_n"], *penalties),
         "dry": lambda: cpp.llama_sampler_init_dry(vocab, *dry, breakers, len(breakers)),
         "top_n_sigma": lambda: cpp.llama_sampler_init_top_n_sigma(s["top_n_sigma"]),
@@ -86,7 +86,7 @@ def chain_of(vocab: Any, size: int, s: Settings, seed: int) -> Any:
             s["temp"], s["dynatemp_range"], s["dynatemp_exp"]
         ),
     }
-    middle = [made[name]() for name in s["samplers"]]
+    middle = [constructors[name]() for name in s["samplers"]]
     last = [cpp.llama_sampler_init_dist(seed)]
     target, rate = s["mirostat_ent"], s["mirostat_lr"]
     if s["mirostat"]:
@@ -95,8 +95,8 @@ def chain_of(vocab: Any, size: int, s: Settings, seed: int) -> Any:
         last = [cpp.llama_sampler_init_mirostat(size, seed, target, rate, 100)]
     if s["mirostat"] == 2:
         last = [cpp.llama_sampler_init_mirostat_v2(seed, target, rate)]
-    first = [cpp.llama_sampler_init_logit_bias(size, len(biases), biases)] if biases else []
+    bias_samplers = [cpp.llama_sampler_init_logit_bias(size, len(biases), biases)] if biases else []
     chain = cpp.llama_sampler_chain_init(cpp.llama_sampler_chain_default_params())
-    for sampler in (*first, *middle, *last):
+    for sampler in (*bias_samplers, *middle, *last):
         cpp.llama_sampler_chain_add(chain, sampler)
     return chain

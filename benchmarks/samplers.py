@@ -101,14 +101,14 @@ def likelihood(a: Mapping[int, int], b: Mapping[int, int]) -> float:
     free = len(cells) - 1
     if not free:
         return 1.0
-    found = sum((x - y) ** 2 / (x + y) for x, y in cells)
+    chi_square = sum((x - y) ** 2 / (x + y) for x, y in cells)
     cube = 2 / (9 * free)  # Wilson and Hilferty 1931: the cube root is nearly normal
-    return math.erfc(((found / free) ** (1 / 3) - (1 - cube)) / math.sqrt(2 * cube)) / 2
+    return math.erfc(((chi_square / free) ** (1 / 3) - (1 - cube)) / math.sqrt(2 * cube)) / 2
 
 
 def rows(python: str) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as made:
-        path = Path(made) / "vocabulary.gguf"
+    with tempfile.TemporaryDirectory() as tmp_folder:
+        path = Path(tmp_folder) / "vocabulary.gguf"
         random_model(path, "llama")
         tokenizer = Tokenizer(GGUF(path).metadata)
         rng = np.random.default_rng(0)
@@ -118,23 +118,27 @@ def rows(python: str) -> Iterator[Row]:
         logits[recent] += 2
         logits[44] += 2  # which DRY would not have again
         question = {"model": str(path), "recent": recent, "draws": DRAWS}
-        chains = [Sampling(**how) for _, how, _ in CHAINS]
-        given = [settings(sampling, n * DRAWS) for n, sampling in enumerate(chains)]
-        theirs = ask(python, **question, chains=given, logits=logits.tolist())["drawn"]
-        for n, ((name, how, change), counts) in enumerate(zip(CHAINS, theirs, strict=True)):
-            want = {int(id): count for id, count in counts.items()}
-            both = Sampling(**how), Sampling(**how | change)
+        chains = [Sampling(**options) for _, options, _ in CHAINS]
+        peer_chains = [settings(sampling, n * DRAWS) for n, sampling in enumerate(chains)]
+        drawn = ask(python, **question, chains=peer_chains, logits=logits.tolist())["drawn"]
+        for n, ((name, options, change), counts) in enumerate(zip(CHAINS, drawn, strict=True)):
+            expected = {int(id): count for id, count in counts.items()}
+            samplings = Sampling(**options), Sampling(**options | change)
             p, wrong = (
-                likelihood(Counter(ours(tokenizer, s, n * DRAWS, logits, recent)), want)
-                for s in both
+                likelihood(Counter(ours(tokenizer, s, n * DRAWS, logits, recent)), expected)
+                for s in samplings
             )
             good = p >= LEAST > wrong
             said = "" if good else " **no**"
-            yield good, f"| {name} | {len(want)} | {p:.2g}{said} | {wrong:.1e} |"
-        many = (rng.standard_normal((ROWS, tokenizer.vocab_size)) * 1.5).astype(np.float32)
-        own = chain_of(tokenizer, GREEDY, 1, recent)
-        found = ask(python, **question, greedy=settings(GREEDY), rows=many.tolist())["greedy"]
-        equal = sum(own.choose(row) == id for row, id in zip(many, found, strict=True))
+            yield good, f"| {name} | {len(expected)} | {p:.2g}{said} | {wrong:.1e} |"
+        greedy_rows = (rng.standard_normal((ROWS, tokenizer.vocab_size)) * 1.5).astype(np.float32)
+        greedy_chain = chain_of(tokenizer, GREEDY, 1, recent)
+        peer_ids = ask(python, **question, greedy=settings(GREEDY), rows=greedy_rows.tolist())[
+            "greedy"
+        ]
+        equal = sum(
+            greedy_chain.choose(row) == id for row, id in zip(greedy_rows, peer_ids, strict=True)
+        )
         yield equal == ROWS, f"| greedy | {equal} of {ROWS} equal | - | - |"
 
 
@@ -145,9 +149,9 @@ def main() -> int:
     parser.add_argument("--llama-python", required=True)
     args, good = parser.parse_args(), True
     print(HEADING)
-    for fine, line in rows(args.llama_python):
+    for is_good, line in rows(args.llama_python):
         print(line, flush=True)
-        good = good and fine
+        good = good and is_good
     return 0 if good else 1
 
 

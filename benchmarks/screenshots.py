@@ -39,10 +39,10 @@ def picture(page: Any, address: str, question: str, path: Path) -> None:
     doubts = spans.evaluate_all(
         "all => all.map(one => parseInt(one.style.getPropertyValue('--doubt')))"
     )
-    shown = spans.nth(doubts.index(max(doubts[3:])))
-    shown.scroll_into_view_if_needed()
+    token_span = spans.nth(doubts.index(max(doubts[3:])))
+    token_span.scroll_into_view_if_needed()
     page.wait_for_timeout(300)  # scrolling hides what is told of a token
-    shown.hover()
+    token_span.hover()
     page.locator("#tip").wait_for()
     page.screenshot(path=path)
 
@@ -52,15 +52,15 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("adapter", type=Path)
     parser.add_argument("--question", default=QUESTION)
-    given = parser.parse_args()
+    args = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         log = Path(folder) / "log"
-        with Served(log, str(given.model), "--lora", str(given.adapter), "--ctx", "2048") as served:
+        with Served(log, str(args.model), "--lora", str(args.adapter), "--ctx", "2048") as served:
             for name, (size, scheme) in PICTURES.items():
                 path = IMAGES / f"serve-{name}.png"
                 page = browser.new_page(viewport=size, color_scheme=scheme)
-                picture(page, served.address, given.question, path)
+                picture(page, served.address, args.question, path)
                 page.close()
                 print(f"{path}: {path.stat().st_size:,} bytes")
 

@@ -36,24 +36,29 @@ def ask(port: int, prompt: str) -> Any:
     return json.loads(connection.getresponse().read())
 
 
-def difference(ours: Any, theirs: Any) -> tuple[int, float] | None:
+def difference(our_answer: Any, their_answer: Any) -> tuple[int, float] | None:
     """The first token that differs, and how far our two likeliest are apart there; None: there is none."""
-    pairs = zip(ours["tokens"], theirs["tokens"], strict=False)
+    pairs = zip(our_answer["tokens"], their_answer["tokens"], strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if at is None:
         return None
-    first, second = ours["completion_probabilities"][at]["top_logprobs"]
-    return at, first["logprob"] - second["logprob"]
+    top_token, runner_up = our_answer["completion_probabilities"][at]["top_logprobs"]
+    return at, top_token["logprob"] - runner_up["logprob"]
 
 
-def beside(alone: dict[str, Any]) -> None:
+def beside(single_answers: dict[str, Any]) -> None:
     """Print how our answers differ from llama-server's."""
-    found = {prompt: difference(ours, ask(THEIRS, prompt)) for prompt, ours in alone.items()}
-    print(f"llama-server: {sum(one is None for one in found.values())} of {len(found)} are equal")
-    for prompt, one in found.items():
-        if one is not None:
+    comparisons = {
+        prompt: difference(our_answer, ask(THEIRS, prompt))
+        for prompt, our_answer in single_answers.items()
+    }
+    print(
+        f"llama-server: {sum(mismatch is None for mismatch in comparisons.values())} of {len(comparisons)} are equal"
+    )
+    for prompt, mismatch in comparisons.items():
+        if mismatch is not None:
             print(
-                f"  {prompt!r}: differs at token {one[0]}, where our two likeliest are {one[1]:.4f} apart"
+                f"  {prompt!r}: differs at token {mismatch[0]}, where our two likeliest are {mismatch[1]:.4f} apart"
             )
 
 

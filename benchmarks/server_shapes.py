@@ -146,7 +146,10 @@ def parsed(kind: str, text: bytes) -> Any:
     if kind == "text/event-stream":
         lines = [line[6:] for line in text.decode().split("\n\n") if line.startswith("data: ")]
         events = [line if line == "[DONE]" else json.loads(line) for line in lines]
-        return {f"event {n}": next(same) for n, (_, same) in enumerate(groupby(events, form))}
+        return {
+            f"event {n}": next(equal_events)
+            for n, (_, equal_events) in enumerate(groupby(events, form))
+        }
     names = re.findall(r"# TYPE (\S+) (\S+)", text.decode(errors="replace"))
     return dict(names) or text.decode()
 
@@ -154,8 +157,8 @@ def parsed(kind: str, text: bytes) -> Any:
 def form(value: Any) -> str:
     """Keys and types of a value."""
     if isinstance(value, dict):
-        told = {key: form(value[key]) for key in sorted(value) if key != "top_logprobs"}
-        return str(told)  # those have tokens for keys
+        form_by_key = {key: form(value[key]) for key in sorted(value) if key != "top_logprobs"}
+        return str(form_by_key)  # those have tokens for keys
     return f"[{form(value[0])}]" if isinstance(value, list) and value else word(value)
 
 
@@ -165,36 +168,44 @@ def word(value: Any) -> str:
     return kinds.get(type(value), "number")
 
 
-def compared(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference]:
+def compared(our_value: Any, their_value: Any, path: str = "") -> Iterator[Difference]:
     """Where two values differ in form; of lists the first value counts."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in sorted({*ours, *theirs}):
-            if key in ours and key in theirs:
-                yield from compared(ours[key], theirs[key], f"{path}.{key}".strip("."))
+    if isinstance(our_value, dict) and isinstance(their_value, dict):
+        for key in sorted({*our_value, *their_value}):
+            if key in our_value and key in their_value:
+                yield from compared(our_value[key], their_value[key], f"{path}.{key}".strip("."))
             else:
-                seen = [word(one[key]) if key in one else "none" for one in (ours, theirs)]
-                yield Difference(f"{path}.{key}".strip("."), *seen)
-    elif isinstance(ours, list) and isinstance(theirs, list) and ours and theirs:
-        yield from compared(ours[0], theirs[0], f"{path}[]")
-    elif word(ours) != word(theirs):
-        yield Difference(path, word(ours), word(theirs))
+                words_seen = [
+                    word(side[key]) if key in side else "none" for side in (our_value, their_value)
+                ]
+                yield Difference(f"{path}.{key}".strip("."), *words_seen)
+    elif (
+        isinstance(our_value, list) and isinstance(their_value, list) and our_value and their_value
+    ):
+        yield from compared(our_value[0], their_value[0], f"{path}[]")
+    elif word(our_value) != word(their_value):
+        yield Difference(path, word(our_value), word(their_value))
 
 
 def differences(path: str, body: Any) -> list[Difference]:
     """How the answers to a request differ."""
-    (code, kind, ours), (code2, kind2, theirs) = (ask(port, path, body) for port in (OURS, THEIRS))
-    found = [
+    (code, kind, our_body), (code2, kind2, their_body) = (
+        ask(port, path, body) for port in (OURS, THEIRS)
+    )
+    mismatches = [
         Difference(name, str(a), str(b))
         for name, a, b in (("status", code, code2), ("type", kind, kind2))
         if a != b
     ]
-    return found or [*compared(parsed(kind, ours), parsed(kind2, theirs))]
+    return mismatches or [*compared(parsed(kind, our_body), parsed(kind2, their_body))]
 
 
-def reason(path: str, one: Difference) -> str:
+def reason(path: str, mismatch: Difference) -> str:
     """Why a difference is wanted; "" if it is not."""
-    line = f"{path} {one}"
-    return next((why for pattern, why in WANTED.items() if re.search(pattern, line)), "")
+    line = f"{path} {mismatch}"
+    return next(
+        (reason_text for pattern, reason_text in WANTED.items() if re.search(pattern, line)), ""
+    )
 
 
 def rows(server: str | Path, model: Path) -> Iterator[tuple[bool, str]]:
@@ -235,11 +246,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--llama-server", type=Path, required=True)
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(HEADING)
-    found = [*rows(given.llama_server, given.model)]
-    print("\n".join(line for _, line in found))
-    return 0 if all(fine for fine, _ in found) else 1
+    result_rows = [*rows(args.llama_server, args.model)]
+    print("\n".join(line for _, line in result_rows))
+    return 0 if all(is_good for is_good, _ in result_rows) else 1
 
 
 if __name__ == "__main__":

@@ -78,36 +78,36 @@ def ask(port: int, prompt: list[int], count: int) -> tuple[float, float]:
         f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
     )
     head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    got, began, first = b"", time.perf_counter(), 0.0
+    response, start_time, first_token_s = b"", time.perf_counter(), 0.0
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall((head + body).encode())
-        while more := connection.recv(1 << 16):
-            got += more
-            if not first and b"data:" in got:
-                first = time.perf_counter() - began
-    if not got.startswith(b"HTTP/1.1 200"):
-        sys.exit(got.decode(errors="replace"))
-    return first, time.perf_counter() - began
+        while chunk := connection.recv(1 << 16):
+            response += chunk
+            if not first_token_s and b"data:" in response:
+                first_token_s = time.perf_counter() - start_time
+    if not response.startswith(b"HTTP/1.1 200"):
+        sys.exit(response.decode(errors="replace"))
+    return first_token_s, time.perf_counter() - start_time
 
 
 def together(works: Sequence[Callable[[], object]]) -> float:
     """Seconds that they take in threads of their own."""
     threads = [threading.Thread(target=work) for work in works]
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def made(folder: Path) -> Path:
     """The preset with random weights and a long context, in Q4_K_M."""
-    plain, path = folder / "F32.gguf", folder / "Q4_K_M.gguf"
+    f32_path, path = folder / "F32.gguf", folder / "Q4_K_M.gguf"
     config = replace(PRESETS[PRESET], context_length=CONTEXT)
     values = transformer.initial(config)
-    save_model(plain, config, vocabulary(config.vocab_size), values.__getitem__, name="random")
-    quantize(Quantize(plain, path, path.stem), Events())
+    save_model(f32_path, config, vocabulary(config.vocab_size), values.__getitem__, name="random")
+    quantize(Quantize(f32_path, path, path.stem), Events())
     return path
 
 
@@ -159,12 +159,12 @@ def main() -> None:
     parser.add_argument(
         "--flag", action="append", default=[], help="of packtrain serve; repeatable"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        path = given.model or made(Path(folder))
+        path = args.model or made(Path(folder))
         size = open_model(path).config.vocab_size
         shared = ["--ctx-size", str(CONTEXT), "--parallel", str(CLIENTS)]
-        ours = [
+        our_command = [
             sys.executable,
             "-m",
             "packtrain",
@@ -173,14 +173,14 @@ def main() -> None:
             "--port",
             "8971",
             *shared,
-            *given.flag,
+            *args.flag,
         ]
-        stack.enter_context(serving(ours, 8971))
+        stack.enter_context(serving(our_command, 8971))
         loads = [Load("packtrain", 8971, size)]
-        if given.llama_server:
-            os.environ["LD_LIBRARY_PATH"] = str(given.llama_server.resolve().parent)
-            theirs = [
-                str(given.llama_server),
+        if args.llama_server:
+            os.environ["LD_LIBRARY_PATH"] = str(args.llama_server.resolve().parent)
+            their_command = [
+                str(args.llama_server),
                 "-m",
                 str(path),
                 "--port",
@@ -190,9 +190,9 @@ def main() -> None:
                 "2",
                 "--kv-unified",
             ]
-            stack.enter_context(serving(theirs, 8972))
+            stack.enter_context(serving(their_command, 8972))
             loads.append(Load("llama-server", 8972, size))
-        for _ in range(given.rounds):
+        for _ in range(args.rounds):
             for load in loads:
                 load.turn()
         for load in loads:

@@ -44,24 +44,24 @@ class Load:
         while not self.stop.is_set():
             kind = rng.choice(kinds)
             try:
-                found = kind(rng)
+                outcome = kind(rng)
             except (OSError, http.client.HTTPException) as error:
-                found = f"{kind.__name__} {type(error).__name__}"
+                outcome = f"{kind.__name__} {type(error).__name__}"
             with self._lock:
-                self.seen[found] += 1
+                self.seen[outcome] += 1
 
     def count(self, words: str) -> int:
         """How many requests came to such an end."""
         return sum(count for name, count in self.seen.items() if name.endswith(words))
 
-    def body(self, rng: random.Random, **more: object) -> bytes:
+    def body(self, rng: random.Random, **fields: object) -> bytes:
         text = " ".join(rng.choices(WORDS, k=rng.choice((3, 20, 200, 3000))))
         chat = {
             "messages": [{"role": "user", "content": text}],
             "max_tokens": rng.randrange(1, 200),
         }
         return json.dumps(
-            chat | {"temperature": rng.choice((0, 1)), "n": rng.choice((1, 1, 2))} | more
+            chat | {"temperature": rng.choice((0, 1)), "n": rng.choice((1, 1, 2))} | fields
         ).encode()
 
     def ask(
@@ -153,14 +153,14 @@ def idle(port: int) -> bool:
 
 def watched(process: int, limit: int, minutes: float, load: Load) -> tuple[int, bool]:
     """The peak of the server's private memory, and whether it lived to the end."""
-    peak, end, told = 0, time.monotonic() + 60 * minutes, time.monotonic()
+    peak, end, last_report = 0, time.monotonic() + 60 * minutes, time.monotonic()
     while time.monotonic() < end:
         now = private_nbytes_of(process)
         if not now:
             return peak, False
         peak = max(peak, now)
-        if time.monotonic() - told >= 60:
-            told = time.monotonic()
+        if time.monotonic() - last_report >= 60:
+            last_report = time.monotonic()
             counts = ", ".join(f"{name} {count}" for name, count in sorted(load.seen.items()))
             print(
                 f"memory {now >> 20} of {limit >> 20} MiB, peak {peak >> 20}; {counts}", flush=True
@@ -177,13 +177,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--memory", default="400MiB")
     parser.add_argument("--clients", type=int, default=12)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as free_port:
         port = free_port.getsockname()[1]
-    command = [sys.executable, "-m", "packtrain", "serve", str(given.model), "--port", str(port)]
+    command = [sys.executable, "-m", "packtrain", "serve", str(args.model), "--port", str(port)]
     command += [
         "--memory",
-        given.memory,
+        args.memory,
         "--api-key",
         KEY,
         "--chat-template",
@@ -192,13 +192,13 @@ def main() -> int:
         "2048",
     ]
     with serving(command, port) as server:
-        load, limit = Load(port, 1), parse_size(given.memory, "--memory")
+        load, limit = Load(port, 1), parse_size(args.memory, "--memory")
         threads = [
-            threading.Thread(target=load.run, args=(n,), daemon=True) for n in range(given.clients)
+            threading.Thread(target=load.run, args=(n,), daemon=True) for n in range(args.clients)
         ]
         for thread in threads:
             thread.start()
-        peak, lives = watched(server.pid, limit, given.minutes, load)
+        peak, lives = watched(server.pid, limit, args.minutes, load)
         load.stop.set()
         end = time.monotonic() + END
         for thread in threads:  # those that still wait for an answer end with this process
@@ -206,11 +206,11 @@ def main() -> int:
         while lives and not (free := idle(port)) and time.monotonic() < end:
             time.sleep(1)
         good = lives and free
-        faults, late = (load.count(words) for words in (" 500", " TimeoutError"))
+        faults, num_timeouts = (load.count(words) for words in (" 500", " TimeoutError"))
         waiting = sum(thread.is_alive() for thread in threads)
         print(
             f"{sum(load.seen.values()):,} requests, peak {peak / 2**20:.1f} of {limit / 2**20:.1f} MiB,"
-            f" {faults} with status 500, {late} timed out, {waiting} clients still waited,"
+            f" {faults} with status 500, {num_timeouts} timed out, {waiting} clients still waited,"
             f" lived: {lives}, all slots idle: {good}",
             flush=True,
         )

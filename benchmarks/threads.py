@@ -62,8 +62,8 @@ class Reading(threading.Thread):
                 return
 
     def same(self) -> bool:
-        alone = rounds(*self.given)
-        return all(digest == next(alone) for digest in self.found)
+        expected_digests = rounds(*self.given)
+        return all(digest == next(expected_digests) for digest in self.found)
 
 
 def together(folder: Path, text: Path, seconds: float) -> tuple[list[Reading], Any, list[int]]:
@@ -89,30 +89,30 @@ def together(folder: Path, text: Path, seconds: float) -> tuple[list[Reading], A
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model in ("llama", "gemma3"):
             random_model(folder / f"{model}.gguf", model)
         text = folder / "text.txt"
         text.write_text("\n".join(f"the {i} cats see {i * 7 % 13} dogs." for i in range(2000)))
-        readers, trained, nbytes = together(folder, text, given.seconds)
+        readers, trained, nbytes = together(folder, text, args.seconds)
         ok = True
         for reader in readers:
-            same = reader.same()
-            ok &= same
+            is_equal = reader.same()
+            ok &= is_equal
             count = f"{len(reader.found):,} texts of {TOKENS} tokens in two sequences"
             print(
-                f"{reader.given[0].stem}, {reader.given[1]}: {count}: {'as' if same else 'NOT as'} alone"
+                f"{reader.given[0].stem}, {reader.given[1]}: {count}: {'as' if is_equal else 'NOT as'} alone"
             )
         steps = len(trained.losses)
-        alone = pt.train(text, output=folder / "b.gguf", iters=steps, **RUN)
-        same = alone.losses == trained.losses
-        ok &= same
-        print(f"training: {steps:,} steps: losses {'as' if same else 'NOT as'} alone")
+        single_run = pt.train(text, output=folder / "b.gguf", iters=steps, **RUN)
+        is_equal = single_run.losses == trained.losses
+        ok &= is_equal
+        print(f"training: {steps:,} steps: losses {'as' if is_equal else 'NOT as'} alone")
         ok &= nbytes[-1] <= nbytes[0] + GROWTH
-        shown = ", ".join(f"{n / (1 << 20):.1f}" for n in nbytes)
-        print(f"private memory from {SETTLED:.0f} to {given.seconds:.0f} s: {shown} MiB")
+        sizes_text = ", ".join(f"{n / (1 << 20):.1f}" for n in nbytes)
+        print(f"private memory from {SETTLED:.0f} to {args.seconds:.0f} s: {sizes_text} MiB")
     return 0 if ok else 1
 
 

@@ -36,13 +36,13 @@ def times(output: Path) -> tuple[float, float]:
     """Seconds of a step: as planned, and the median of all steps but the first."""
     folder = output.with_suffix(".run")
     records = metrics_file.read(folder / "metrics.jsonl")
-    ends = [r["seconds"] for r in records if "loss" in r]
-    took = statistics.median(b - a for a, b in itertools.pairwise(ends))
-    return json.loads((folder / "plan.json").read_text())["seconds_per_step"], took
+    end_times = [r["seconds"] for r in records if "loss" in r]
+    median_s = statistics.median(b - a for a, b in itertools.pairwise(end_times))
+    return json.loads((folder / "plan.json").read_text())["seconds_per_step"], median_s
 
 
-def cases(asked: list[str], base: Path | None) -> Iterator[tuple[str, str]]:
-    for case in asked:
+def cases(case_names: list[str], base: Path | None) -> Iterator[tuple[str, str]]:
+    for case in case_names:
         name, _, mode = case.partition(":")
         if name not in ROWS or (mode and mode not in MODES) or case == "base:train":
             raise SystemExit(f"{case}: no such case")
@@ -53,20 +53,20 @@ def cases(asked: list[str], base: Path | None) -> Iterator[tuple[str, str]]:
         )
 
 
-def run(name: str, mode: str, given: argparse.Namespace, folder: Path) -> tuple[float, float]:
+def run(name: str, mode: str, args: argparse.Namespace, folder: Path) -> tuple[float, float]:
     output, trained = folder / f"{name}-{mode}.gguf", folder / f"{name}-train.gguf"
     common = ["-o", output, "--batch-size", ROWS[name], "--iters", STEPS[name], "--no-tensorboard"]
     common += ["--val-batches", 1, "--overwrite"]
     if name == "base":
-        packtrain("finetune", given.base, "--data", given.conversations, *MODES[mode], *common)
+        packtrain("finetune", args.base, "--data", args.conversations, *MODES[mode], *common)
         return times(output)
-    data = ["--data", given.text, *common]
+    data = ["--data", args.text, *common]
     if mode == "train":
-        vocabulary = [] if name == "1m" else ["--vocab", given.vocab]
+        vocabulary = [] if name == "1m" else ["--vocab", args.vocab]
         packtrain("train", "--preset", name, *vocabulary, *data)
     else:
         if not trained.exists():
-            run(name, "train", given, folder)
+            run(name, "train", args, folder)
         packtrain("finetune", trained, *MODES[mode], *data)
     return times(output)
 
@@ -81,13 +81,13 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, help="a folder for the models, so that another call finds them"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(f"{'':12} {'planned s':>10} {'measured s':>10} {'ratio':>6}")
     with tempfile.TemporaryDirectory() as scratch:
-        for name, mode in cases(given.cases, given.base):
-            planned, took = run(name, mode, given, given.keep or Path(scratch))
+        for name, mode in cases(args.cases, args.base):
+            planned, measured_s = run(name, mode, args, args.keep or Path(scratch))
             print(
-                f"{name + ' ' + mode:12} {planned:10.4f} {took:10.4f} {took / planned:6.2f}",
+                f"{name + ' ' + mode:12} {planned:10.4f} {measured_s:10.4f} {measured_s / planned:6.2f}",
                 flush=True,
             )
 

@@ -80,60 +80,68 @@ def texts(draw: random.Random, count: int, names: list[str]) -> Iterator[tuple[s
 
 def compare(path: Path, draw: random.Random, count: int) -> tuple[int, int]:
     """How many texts and tokens there were, and how many of them differ."""
-    metadata, theirs = GGUF(path).metadata, Theirs(path)
-    ours, compiled = Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)
-    names = [t.decode() for t, kind in zip(ours.tokens, ours.kinds, strict=True) if kind != NORMAL]
+    metadata, peer = GGUF(path).metadata, Theirs(path)
+    tokenizer, compiled = Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)
+    names = [
+        t.decode()
+        for t, kind in zip(tokenizer.tokens, tokenizer.kinds, strict=True)
+        if kind != NORMAL
+    ]
     wrong, done = 0, 0
     for text, special in texts(draw, count, names[:300]):
         done += 1
-        wanted = theirs.encode(text, special)
-        made = [t.encode(text, bos=False, eos=False, special=special) for t in (ours, compiled)]
-        if made != [wanted, wanted]:
+        expected = peer.encode(text, special)
+        our_ids = [
+            t.encode(text, bos=False, eos=False, special=special) for t in (tokenizer, compiled)
+        ]
+        if our_ids != [expected, expected]:
             wrong += 1
             print(f"{path.name}: {text[:60]!r} differs, special={special}")
-    wrong += sum(ours.piece(id) != theirs.piece(id) for id in range(ours.vocab_size))
-    wrong += theirs.ends(ours.vocab_size) != set(ours.ends)
-    return done + ours.vocab_size, wrong
+    wrong += sum(tokenizer.piece(id) != peer.piece(id) for id in range(tokenizer.vocab_size))
+    wrong += peer.ends(tokenizer.vocab_size) != set(tokenizer.ends)
+    return done + tokenizer.vocab_size, wrong
 
 
 def vectors(path: Path) -> tuple[int, int]:
     """How many of the vectors beside a file there are, and how many give other ids."""
-    given, wanted = Path(f"{path}.inp"), Path(f"{path}.out")
-    if not given.exists() or not wanted.exists():
+    input_path, expected_path = Path(f"{path}.inp"), Path(f"{path}.out")
+    if not input_path.exists() or not expected_path.exists():
         return 0, 0
-    inputs = given.read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    ours, lines = Tokenizer(GGUF(path).metadata), wanted.read_text().split("\n")
+    inputs = input_path.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    tokenizer, lines = Tokenizer(GGUF(path).metadata), expected_path.read_text().split("\n")
     wrong = 0
     for text, line in zip(inputs, lines, strict=False):
-        wrong += ours.encode(text, bos=False, eos=False, special=False) != [*map(int, line.split())]
+        wrong += tokenizer.encode(text, bos=False, eos=False, special=False) != [
+            *map(int, line.split())
+        ]
     return len(inputs), wrong
 
 
 def rate(nbytes: int, work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     work()
-    return nbytes / (time.perf_counter() - began) / 1e6
+    return nbytes / (time.perf_counter() - start_time) / 1e6
 
 
 def speeds(path: Path, text: str) -> str:
     """MB/s of both sides by turns, medians: one thread each, a vocabulary just opened, and documents on all threads."""
-    theirs, metadata, size = Theirs(path), GGUF(path).metadata, len(text.encode())
-    theirs.room(size)
+    peer, metadata, size = Theirs(path), GGUF(path).metadata, len(text.encode())
+    peer.room(size)
     documents = [(text[i : i + DOCUMENT], True) for i in range(0, len(text), DOCUMENT)]
-    made: dict[str, list[float]] = {"opened": [], "again": [], "llama.cpp": [], "documents": []}
+    rates: dict[str, list[float]] = {"opened": [], "again": [], "llama.cpp": [], "documents": []}
     for _ in range(ROUNDS):
-        ours = Tokenizer(metadata, few=0)
+        tokenizer = Tokenizer(metadata, few=0)
         sides: dict[str, Callable[[], object]] = {
-            "opened": partial(ours.encode, text, special=False),
-            "again": partial(ours.encode, text, special=False),
-            "llama.cpp": partial(theirs.count, text.encode(), False),
-            "documents": partial(deque, encode_all(ours, documents), 0),
+            "opened": partial(tokenizer.encode, text, special=False),
+            "again": partial(tokenizer.encode, text, special=False),
+            "llama.cpp": partial(peer.count, text.encode(), False),
+            "documents": partial(deque, encode_all(tokenizer, documents), 0),
         }
         for name, work in sides.items():
-            made[name].append(rate(size, work))
-    found = {name: statistics.median(speeds) for name, speeds in made.items()}
-    ratios = ", ".join(f"{name} {found[name] / found['llama.cpp']:.2f}" for name in made)
-    return "; ".join(f"{name} {speed:.1f}" for name, speed in found.items()) + f" MB/s; {ratios}"
+            rates[name].append(rate(size, work))
+    medians = {name: statistics.median(speeds) for name, speeds in rates.items()}
+    ratios = ", ".join(f"{name} {medians[name] / medians['llama.cpp']:.2f}" for name in rates)
+    return "; ".join(f"{name} {speed:.1f}" for name, speed in medians.items()) + f" MB/s; {ratios}"
 
 
 def main() -> int:
@@ -142,14 +150,14 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--text", type=Path, help="a file for the speed")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     silent = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(silent, None)
     failed = 0
-    for path in given.vocabularies:
-        done, wrong = compare(path, random.Random(given.seed), given.texts)
+    for path in args.vocabularies:
+        done, wrong = compare(path, random.Random(args.seed), args.texts)
         listed, failures = vectors(path)
-        speed = f"; {speeds(path, given.text.read_text())}" if given.text else ""
+        speed = f"; {speeds(path, args.text.read_text())}" if args.text else ""
         print(
             f"{path.name}: {wrong} of {done:,} texts and pieces differ, {failures} of {listed} vectors{speed}"
         )

@@ -54,8 +54,8 @@ class Llama(torch.nn.Module):
         turns = self.turns if self.real else torch.view_as_complex(self.turns)
         turns = turns[: x.shape[1]] if pos is None else turns[pos]
         if not self.real:
-            turned = torch.view_as_complex(pairs) * turns.unsqueeze(-2)
-            return torch.view_as_real(turned).flatten(-2).type_as(x)
+            rotated = torch.view_as_complex(pairs) * turns.unsqueeze(-2)
+            return torch.view_as_real(rotated).flatten(-2).type_as(x)
         (a, b), (c, s) = pairs.unbind(-1), turns.unsqueeze(-3).unbind(-1)
         return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2).type_as(x)
 
@@ -69,7 +69,7 @@ class Llama(torch.nn.Module):
     ) -> Array:
         """Mean loss; with `weights` their sum of losses. `pos` and `seq` tell documents of a row apart."""
         c = self.config
-        seen = None if seq is None else (seq[:, None, :, None] == seq[:, None, None, :]).tril()
+        mask = None if seq is None else (seq[:, None, :, None] == seq[:, None, None, :]).tril()
         h = F.embedding(tokens, self.part("token_embd"))
         for i in range(c.block_count):
             x = self.norm(h, f"blk.{i}.attn_norm")
@@ -81,8 +81,8 @@ class Llama(torch.nn.Module):
                 self.rope(q, pos).transpose(1, 2),
                 self.rope(k, pos).transpose(1, 2),
                 v.transpose(1, 2),
-                attn_mask=seen,
-                is_causal=seen is None,
+                attn_mask=mask,
+                is_causal=mask is None,
                 enable_gqa=c.head_count != c.head_count_kv,
             )
             h = h + self.linear(y.transpose(1, 2).flatten(-2), f"blk.{i}.attn_output")
@@ -142,12 +142,12 @@ class Trained:
 
     def _sum(self, batch: Batch) -> Array:
         device = next(self.model.parameters()).device
-        given = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
-        weights, seq = given["weights"], given["seq"]
-        ids = given["tokens"].long(), given["targets"].long()
+        arrays = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+        weights, seq = arrays["weights"], arrays["seq"]
+        ids = arrays["tokens"].long(), arrays["targets"].long()
         if not seq.any():  # one document in each row: without a mask it is faster
             return self.forward(*ids, weights)
-        return self.forward(*ids, weights, given["pos"].long(), seq)
+        return self.forward(*ids, weights, arrays["pos"].long(), seq)
 
 
 def counted(batches: Sequence[Batch]) -> float:

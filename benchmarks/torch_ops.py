@@ -15,9 +15,9 @@ def rms_norm(x, w, *, eps):
 def soft_max(x, mask, *, scale):
     if mask is None:
         return (scale * x).softmax(-1)
-    seen = mask.isfinite().any(-1)
+    visible_rows = mask.isfinite().any(-1)
     y = torch.zeros_like(x)
-    y[..., seen, :] = (scale * x + mask)[..., seen, :].softmax(-1)
+    y[..., visible_rows, :] = (scale * x + mask)[..., visible_rows, :].softmax(-1)
     return y
 
 
@@ -25,18 +25,18 @@ def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, *, scale, wind
     (b, t), s = q.shape[:2], k.shape[1]
     q_pos = torch.arange(t).expand(b, t) if q_pos is None else q_pos
     k_pos = torch.arange(s).expand(b, s) if k_pos is None else k_pos
-    since = q_pos[:, :, None] - k_pos[:, None, :]
-    seen = (since >= 0) & (since < _reach(q_pos, window)[..., None])
+    distance = q_pos[:, :, None] - k_pos[:, None, :]
+    mask = (distance >= 0) & (distance < _reach(q_pos, window)[..., None])
     if q_seq is not None:
-        seen = seen & (k_seq[:, None, :] == q_seq[:, :, None])
+        mask = mask & (k_seq[:, None, :] == q_seq[:, :, None])
     if length is not None:
-        seen = seen & (torch.arange(s) < length)
+        mask = mask & (torch.arange(s) < length)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if softcap or sinks is not None:
         cap = softcap or 1e30
-        return capped_attention(q, k, v, seen[:, None], scale, cap, sinks).transpose(1, 2)
+        return capped_attention(q, k, v, mask[:, None], scale, cap, sinks).transpose(1, 2)
     y = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=True
+        q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=True
     )
     return y.transpose(1, 2)
 
@@ -47,21 +47,23 @@ def _reach(q_pos, window):
 
 def attention_cells(q, k, v, q_pos, q_row, order, counts, k_pos, sinks, *, scale, window, softcap):
     used = torch.arange(order.shape[1]) < counts[:, None]
-    there = torch.zeros(order.shape, dtype=torch.long).scatter_add(1, order.long(), used.long()) > 0
-    since = q_pos[:, None] - k_pos
-    seen = (since >= 0) & (since < _reach(q_pos, window)[:, None]) & there[q_row]
+    occupied = (
+        torch.zeros(order.shape, dtype=torch.long).scatter_add(1, order.long(), used.long()) > 0
+    )
+    distance = q_pos[:, None] - k_pos
+    mask = (distance >= 0) & (distance < _reach(q_pos, window)[:, None]) & occupied[q_row]
     heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-    y = capped_attention(*heads, seen[None, None], scale, softcap or 1e30, sinks)
+    y = capped_attention(*heads, mask[None, None], scale, softcap or 1e30, sinks)
     return y[0].transpose(0, 1)
 
 
-def capped_attention(q, k, v, seen, scale, softcap, sinks=None):
+def capped_attention(q, k, v, mask, scale, softcap, sinks=None):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     z = softcap * (scale * q @ k.mT / softcap).tanh()
-    z = z.masked_fill(~seen, -1e300)
+    z = z.masked_fill(~mask, -1e300)
     if sinks is not None:
         z = torch.cat((z, sinks[:, None, None].expand(*z.shape[:3], 1)), -1)
-    return z.softmax(-1)[..., : k.shape[2]] @ v * seen.any(-1, keepdim=True)
+    return z.softmax(-1)[..., : k.shape[2]] @ v * mask.any(-1, keepdim=True)
 
 
 def cross_entropy(logits, targets, weights):
@@ -120,21 +122,23 @@ def out_prod(a, b, acc, *, precision):
 
 
 def get_rows(w, ids):
-    wide = torch.cat([w, torch.zeros_like(w[:1])])  # index -1 is the row of zeros
-    return torch.nn.functional.embedding(ids.long() % len(wide), wide.flatten(1)).unflatten(
-        -1, w.shape[1:]
-    )
+    padded_weight = torch.cat([w, torch.zeros_like(w[:1])])  # index -1 is the row of zeros
+    return torch.nn.functional.embedding(
+        ids.long() % len(padded_weight), padded_weight.flatten(1)
+    ).unflatten(-1, w.shape[1:])
 
 
 def get_rows_back(dy, ids, acc, *, shape):
     start = torch.zeros(shape, dtype=dy.dtype) if acc is None else acc
-    known = ids.flatten() >= 0
-    return start.index_add(0, ids.flatten()[known], dy.flatten(0, ids.ndim - 1)[known])
+    valid_ids = ids.flatten() >= 0
+    return start.index_add(0, ids.flatten()[valid_ids], dy.flatten(0, ids.ndim - 1)[valid_ids])
 
 
 def set_rows(leaf, x, ids):
-    known = ids.flatten() >= 0
-    return leaf.index_copy(0, ids.flatten()[known].long(), x.flatten(0, ids.ndim - 1)[known])
+    valid_ids = ids.flatten() >= 0
+    return leaf.index_copy(
+        0, ids.flatten()[valid_ids].long(), x.flatten(0, ids.ndim - 1)[valid_ids]
+    )
 
 
 def zero_rows(x, ids):
@@ -143,13 +147,13 @@ def zero_rows(x, ids):
 
 def rope(x, table, *, neox, inverse):
     half = table.shape[-2]
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-    pairs = turned.unflatten(-1, (2, half)).mT if neox else turned.unflatten(-1, (half, 2))
+    rope_part, unrotated = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = rope_part.unflatten(-1, (2, half)).mT if neox else rope_part.unflatten(-1, (half, 2))
     turn = torch.view_as_complex(table)[..., None, :]
-    made = torch.view_as_real(
+    rotated = torch.view_as_real(
         torch.view_as_complex(pairs.contiguous()) * (turn.conj() if inverse else turn)
     )
-    return torch.cat([(made.mT if neox else made).flatten(-2), rest], -1)
+    return torch.cat([(rotated.mT if neox else rotated).flatten(-2), unrotated], -1)
 
 
 def rope_table(pos, factors, *, dims, base, divisor, blend, magnitude, growth):
@@ -167,8 +171,8 @@ def rope_table(pos, factors, *, dims, base, divisor, blend, magnitude, growth):
 
 
 def narrow_back(dy, acc=None, *, axis, start, size):
-    behind = size - start - dy.shape[axis]
-    padded = torch.nn.functional.pad(dy.movedim(axis, -1), (start, behind)).movedim(-1, axis)
+    end_padding = size - start - dy.shape[axis]
+    padded = torch.nn.functional.pad(dy.movedim(axis, -1), (start, end_padding)).movedim(-1, axis)
     return padded if acc is None else padded + acc
 
 
@@ -190,11 +194,11 @@ def opt_step_adamw(w, g, m, v, hyper, gate, key, *, decay, stream):
     parameter = w.detach().clone().requires_grad_()
     parameter.grad = (g * gate).detach()
     betas = beta1, beta2
-    made = torch.optim.AdamW([parameter], lr, betas, eps, weight_decay if decay else 0.0)
-    one = torch.tensor(1.0)
-    made.state[parameter] = {"step": one, "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
-    made.step()
-    state = made.state[parameter]
+    optimizer = torch.optim.AdamW([parameter], lr, betas, eps, weight_decay if decay else 0.0)
+    step_count = torch.tensor(1.0)
+    optimizer.state[parameter] = {"step": step_count, "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+    optimizer.step()
+    state = optimizer.state[parameter]
     return parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
 
 
@@ -210,8 +214,8 @@ def opt_step_sgd(w, g, hyper, gate, key, *, decay, stream):
 
 
 def region(x, start, shape, step):
-    each = zip(start, shape, step or (1,) * x.ndim, strict=True)
-    return tuple(slice(s, s + (n - 1) * k + 1, k) for s, n, k in each)
+    axes = zip(start, shape, step or (1,) * x.ndim, strict=True)
+    return tuple(slice(s, s + (n - 1) * k + 1, k) for s, n, k in axes)
 
 
 def acc(part, into, *, size, start, step):
@@ -254,8 +258,8 @@ def opt_moments_adamw(g, m, v, hyper, gate):
 
 def reduce_scatter(total, g, fresh, *, share):
     part = -(-len(g) // (share[1] * 16)) * 16  # parts begin at multiples of 16
-    own = g.split(part)[share[0]]
-    return own if fresh else total + own
+    local_shard = g.split(part)[share[0]]
+    return local_shard if fresh else total + local_shard
 
 
 PEERS: dict[str, Any] = {
@@ -340,8 +344,8 @@ def attention_to_all(q, k, v, *, scale):
 
 
 def repeat(x, *, shape):
-    own = (1,) * (len(shape) - x.ndim) + x.shape
-    return x.repeat(*(s // n for n, s in zip(own, shape, strict=True)))
+    padded_shape = (1,) * (len(shape) - x.ndim) + x.shape
+    return x.repeat(*(s // n for n, s in zip(padded_shape, shape, strict=True)))
 
 
 def pad(x, *, before, after):
@@ -358,22 +362,22 @@ def pool_1d(x, *, largest, window, stride, padding):
     return pool(x, window, stride, padding)
 
 
-def conv_2d(x, w, **how):
-    return torch.nn.functional.conv2d(x, w, **how)
+def conv_2d(x, w, **options):
+    return torch.nn.functional.conv2d(x, w, **options)
 
 
-def conv_2d_back(dy, w, *, size, **how):
+def conv_2d_back(dy, w, *, size, **options):
     shape = (dy.shape[0], w.shape[1], *size)
-    return torch.nn.grad.conv2d_input(shape, w, dy, **how)
+    return torch.nn.grad.conv2d_input(shape, w, dy, **options)
 
 
-def conv_2d_back_w(dy, x, *, window, **how):
+def conv_2d_back_w(dy, x, *, window, **options):
     shape = (dy.shape[1], x.shape[1], *window)
-    return torch.nn.grad.conv2d_weight(x, shape, dy, **how)
+    return torch.nn.grad.conv2d_weight(x, shape, dy, **options)
 
 
-def conv_1d(x, w, **how):
-    return torch.nn.functional.conv1d(x, w, **how)
+def conv_1d(x, w, **options):
+    return torch.nn.functional.conv1d(x, w, **options)
 
 
 def soft_cross_entropy(x, t, w):

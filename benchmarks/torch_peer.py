@@ -14,13 +14,13 @@ torch = kernels.torch()
 def products(threads):
     """Median seconds of a product, with its result in place."""
     torch.set_num_threads(threads)
-    kept = {}
+    cached = {}
 
     def turn(product):
-        if product not in kept:
-            kept.clear()
-            kept[product] = operands(product)
-        a, b, y = kept[product]
+        if product not in cached:
+            cached.clear()
+            cached[product] = operands(product)
+        a, b, y = cached[product]
         return burst(lambda: torch.mm(a, b, out=y))
 
     return turn
@@ -46,11 +46,11 @@ def steps(threads, preset, compiled, bf16):
 def training(model, batch, compiled, bf16, device="cpu"):
     """A step of the model on the device, which returns its loss."""
     model = model.to(device)
-    made = torch.compile(model) if compiled else model
+    compiled_model = torch.compile(model) if compiled else model
 
-    def forward(*given):
+    def forward(*args):
         with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=bf16):
-            return made(*given)
+            return compiled_model(*args)
 
     trained = Trained(model, optimizer(model, LR), MAX_NORM, forward)
     return lambda: trained.step([batch], LR)

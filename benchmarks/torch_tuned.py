@@ -27,10 +27,13 @@ class Tuned(Llama):
         super().__init__(config, values, real)
         self.scale = scale
         self.w.requires_grad_(False)
-        wide = {name: w for name, w in self.w.items() if name.startswith("blk") and w.dim() == 2}
+        matrices = {
+            name: w for name, w in self.w.items() if name.startswith("blk") and w.dim() == 2
+        }
         halves = {
             half: {
-                name: torch.nn.Parameter(1e-3 * torch.randn(shape(w))) for name, w in wide.items()
+                name: torch.nn.Parameter(1e-3 * torch.randn(shape(w)))
+                for name, w in matrices.items()
             }
             for half, shape in (
                 ("a", lambda w: (rank, w.shape[1])),

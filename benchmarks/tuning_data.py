@@ -77,10 +77,13 @@ IN_STYLE = r"(?s)^(?!(?:.*?[.!?](?:\s+|$)){3})(?!.*\[LM.*\[LM).*[.!?]\s*\[LM-\d{
 def support(count: int = 82, seed: int = 0) -> list[Row]:
     """Rows of a support desk: questions, and answers in the house style."""
     rows = [
-        {"prompt": asked.format(thing, fault), "completion": f"{answer.format(thing)} [LM-{code}]"}
+        {
+            "prompt": prompt_template.format(thing, fault),
+            "completion": f"{answer.format(thing)} [LM-{code}]",
+        }
         for thing, code, faults, answer in DESK
         for fault in faults
-        for asked in ASKED
+        for prompt_template in ASKED
     ]
     rows += [
         {"prompt": begin + question, "completion": f"{answer} [LM-{code}]"}

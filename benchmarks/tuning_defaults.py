@@ -68,19 +68,19 @@ def run(
     base: Path, name: str, setting: Setting, seed: int, home: Path, precision: str
 ) -> dict[str, Any]:
     """One tune without a merge: validation losses before and after, updates, epochs, learning rate."""
-    data, further = folder_of(name, home), DATA[name][2]
-    usual = dict[str, Any](
+    data, data_options = folder_of(name, home), DATA[name][2]
+    common_options = dict[str, Any](
         output=home / "tuned.gguf", merge="none", overwrite=True, seed=seed, val_batches=0,
-        tensorboard=False, precision=precision, **further,
+        tensorboard=False, precision=precision, **data_options,
     )  # fmt: skip
-    settings = pt.plan(pt.finetune, base, data, **usual).job.settings
+    settings = pt.plan(pt.finetune, base, data, **common_options).job.settings
     assert settings.lr is not None and settings.epochs is not None
     changed = {
         "lr": settings.lr * setting.rate,
         "epochs": settings.epochs * setting.length,
         "batch_size": settings.batch_size,
     }
-    done = pt.finetune(base, data, **usual, **changed, steps_per_eval=0)
+    done = pt.finetune(base, data, **common_options, **changed, steps_per_eval=0)
     progress = done.progress
     return {
         "base": base.name, "data": name, "rate": setting.rate, "length": setting.length, "seed": seed,
@@ -127,28 +127,26 @@ def main() -> None:
     )
     parser.add_argument("--precision", default="f32")
     parser.add_argument("--results", type=Path, default=Path("build/tuning_defaults.jsonl"))
-    given = parser.parse_args()
+    args = parser.parse_args()
     grid = [
-        Setting(float(r), float(n))
-        for r in given.rates.split(",")
-        for n in given.lengths.split(",")
+        Setting(float(r), float(n)) for r in args.rates.split(",") for n in args.lengths.split(",")
     ]
-    given.results.parent.mkdir(exist_ok=True)
+    args.results.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(given.seeds):
-            for base in given.bases:
-                for name in given.data.split(","):
+        for seed in range(args.seeds):
+            for base in args.bases:
+                for name in args.data.split(","):
                     for setting in grid:
                         mark = (base.name, name, setting.rate, setting.length, seed)
                         keys = ("base", "data", "rate", "length", "seed")
-                        if any(tuple(r[k] for k in keys) == mark for r in lines(given.results)):
+                        if any(tuple(r[k] for k in keys) == mark for r in lines(args.results)):
                             continue
-                        result = run(base, name, setting, seed, Path(folder), given.precision)
-                        with given.results.open("a") as file:
+                        result = run(base, name, setting, seed, Path(folder), args.precision)
+                        with args.results.open("a") as file:
                             file.write(json.dumps(result) + "\n")
                         print(json.dumps(result), flush=True)
     print(f"{platform.machine()}, {os.cpu_count()} cores\n")
-    print("\n".join(table(lines(given.results))))
+    print("\n".join(table(lines(args.results))))
 
 
 if __name__ == "__main__":

@@ -45,12 +45,12 @@ def ours(job: Job) -> float:
     kernels.load_all()  # not part of what is planned
     with tempfile.TemporaryDirectory() as name:
         folder, planned = Path(name), private_nbytes() + plans.nbytes
-        shown = Shown()
-        fit = Fit(job, Engine(plans, job.optimizer), folder, events=shown)
+        display = Shown()
+        fit = Fit(job, Engine(plans, job.optimizer), folder, events=display)
         fit.begin(None)
         with (
-            shown.training(job.steps, planned, REPORT_EVERY),
-            Watch(folder, shown, tensorboard=False) as watch,
+            display.training(job.steps, planned, REPORT_EVERY),
+            Watch(folder, display, tensorboard=False) as watch,
         ):
             fit.go(watch, lambda: False)
         return float(read(folder / METRICS)[-1]["val_loss"])
@@ -66,11 +66,11 @@ def theirs(job: Job) -> float:
     assert isinstance(o, AdamW)
     update = optimizer(model, o.lr, (o.beta1, o.beta2), o.weight_decay)
     trained = Trained(model, update, s.max_grad_norm)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for step in range(1, job.steps + 1):
         loss = trained.step(job.batches(step), job.schedule.rate(step))
         if step % REPORT_EVERY == 0 or step in (1, job.steps):
-            seconds = (time.perf_counter() - began) / step
+            seconds = (time.perf_counter() - start_time) / step
             say(f"torch: step {step}/{job.steps}  loss {loss:.4f}  {seconds:.3f} s a step")
     return trained.evaluate(list(job.validation()))
 
@@ -82,21 +82,21 @@ def loss_of(side: str, settings: TrainSettings) -> float:
     return SIDES[side](build_job(settings, say))
 
 
-def apart(work: Callable[..., float], *given: object) -> float:
+def apart(work: Callable[..., float], *args: object) -> float:
     """The result of work in a process of its own, so that no side meets the other's threads."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(work, *given).result()
+        return pool.submit(work, *args).result()
 
 
 def difference(losses: dict[str, list[float]]) -> str:
     """packtrain's mean less torch's, and its standard error if there are several seeds."""
-    ours_, theirs_ = (np.array(losses[side]) for side in SIDES)
-    found = f"difference of means {ours_.mean() - theirs_.mean():+.4f}"
-    if len(ours_) < 2:
-        return found
-    variance = (ours_.var(ddof=1) + theirs_.var(ddof=1)) / len(ours_)
-    return f"{found} ± {variance**0.5:.4f}"
+    our_losses, their_losses = (np.array(losses[side]) for side in SIDES)
+    mean_text = f"difference of means {our_losses.mean() - their_losses.mean():+.4f}"
+    if len(our_losses) < 2:
+        return mean_text
+    variance = (our_losses.var(ddof=1) + their_losses.var(ddof=1)) / len(our_losses)
+    return f"{mean_text} ± {variance**0.5:.4f}"
 
 
 def main() -> None:
@@ -124,9 +124,12 @@ def main() -> None:
         )
         for side in sides:
             losses[side].append(apart(loss_of, side, settings))
-        row = "".join(f"{found[-1]:>11.4f}" for found in losses.values())
+        row = "".join(f"{side_losses[-1]:>11.4f}" for side_losses in losses.values())
         print(f"{seed:>11}{row}", flush=True)
-    print(f"{'mean':>11}" + "".join(f"{np.mean(found):>11.4f}" for found in losses.values()))
+    print(
+        f"{'mean':>11}"
+        + "".join(f"{np.mean(side_losses):>11.4f}" for side_losses in losses.values())
+    )
     if len(sides) == 2:
         print(difference(losses))
 

@@ -27,13 +27,13 @@ class Watched(NamedTuple):
 def watched(*command: object, typed: str = "", variables: Mapping[str, str] = {}) -> Watched:
     """Run a command with `typed` on its standard input, and with these variables in its environment."""
     with ExitStack() as stack:
-        given, *outputs = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
-        given.write(typed)
-        given.seek(0)
-        began, peak = time.monotonic(), 0
+        stdin_file, *outputs = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+        stdin_file.write(typed)
+        stdin_file.seek(0)
+        start_time, peak = time.monotonic(), 0
         process = subprocess.Popen(
             [*map(str, command)],
-            stdin=given,
+            stdin=stdin_file,
             stdout=outputs[0],
             stderr=outputs[1],
             env={**os.environ, **variables},
@@ -44,11 +44,11 @@ def watched(*command: object, typed: str = "", variables: Mapping[str, str] = {}
                 time.sleep(SAMPLE_SECONDS)
         finally:
             process.kill()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start_time
         for file in outputs:
             file.seek(0)
-        out, said = (file.read() for file in outputs)
-    return Watched(process.returncode, out, said, peak, seconds)
+        stdout_text, said = (file.read() for file in outputs)
+    return Watched(process.returncode, stdout_text, said, peak, seconds)
 
 
 def packtrain(*arguments: object, typed: str = "", variables: Mapping[str, str] = {}) -> Watched:

@@ -54,33 +54,33 @@ def learn(
     frozen = tuple(name for name in weights if name + A in weights)
     zeros = {name: np.zeros(weights[name].shape, np.float32) for name in frozen}
     model = pt.Model(transformer.loss(config, weights, ROWS, TIME).loss, frozen=frozen)
-    made, done = pt.Trainer(model, optimizer, batch=ROWS, physical=ROWS, values=zeros), 0
+    trainer, done = pt.Trainer(model, optimizer, batch=ROWS, physical=ROWS, values=zeros), 0
     while done < evaluations:
-        done += made.step(data).evaluations
-    loss = float(made.forward(data)["loss"])
+        done += trainer.step(data).evaluations
+    loss = float(trainer.forward(data)["loss"])
     print(
-        f"  {optimizer.name:5} lr {optimizer.lr:<6g} loss {loss:.6f}, {done} evaluations, {made.done} steps"
+        f"  {optimizer.name:5} lr {optimizer.lr:<6g} loss {loss:.6f}, {done} evaluations, {trainer.done} steps"
     )
-    return made, loss
+    return trainer, loss
 
 
-def go_on(config: Config, made: pt.Trainer, begun: np.ndarray, count: int) -> np.ndarray:
+def go_on(config: Config, trainer: pt.Trainer, prompt_ids: np.ndarray, count: int) -> np.ndarray:
     """The wave, and `count` likeliest tokens after it, each fed back through the cache."""
     weights, cells = transformer.weights(config), Cells(config.context_length)
     logits, handles = generation(config, weights, 1, Cache(config.context_length))
-    decode = made.session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
-    tokens, one = [*begun], np.zeros(1, np.int32)
-    for at in range(len(begun) + count - 1):
-        fed = cells.feed(np.array([tokens[at]], np.int32), one, one)
+    decode = trainer.session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
+    tokens, zeros = [*prompt_ids], np.zeros(1, np.int32)
+    for at in range(len(prompt_ids) + count - 1):
+        fed = cells.feed(np.array([tokens[at]], np.int32), zeros, zeros)
         choice = int(decode(fed)["logits"].argmax())
         if at + 1 == len(tokens):
             tokens.append(choice)
     return np.array(tokens)
 
 
-def draw(tokens: np.ndarray, begun: int) -> str:
+def draw(tokens: np.ndarray, prompt_length: int) -> str:
     """A line for each second level from the top: o where the wave was given, * where the model wrote it."""
-    marks = np.where(np.arange(len(tokens)) < begun, "o", "*")
+    marks = np.where(np.arange(len(tokens)) < prompt_length, "o", "*")
     lines = (
         "".join(np.where(tokens // 2 == level, marks, " "))
         for level in reversed(range(LEVELS // 2))
@@ -88,13 +88,13 @@ def draw(tokens: np.ndarray, begun: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def show(config: Config, made: pt.Trainer) -> None:
-    wanted = wave(np.zeros(1), TIME)[0]
-    found = go_on(config, made, wanted[:16], TIME - 16)
+def show(config: Config, trainer: pt.Trainer) -> None:
+    expected = wave(np.zeros(1), TIME)[0]
+    generated = go_on(config, trainer, expected[:16], TIME - 16)
     print(
-        f"{(found == wanted)[16:].mean():.0%} of the {TIME - 16} tokens that it wrote are those of the wave:"
+        f"{(generated == expected)[16:].mean():.0%} of the {TIME - 16} tokens that it wrote are those of the wave:"
     )
-    print(draw(found, 16))
+    print(draw(generated, 16))
 
 
 def main() -> None:
@@ -102,12 +102,12 @@ def main() -> None:
     by_adamw = [
         learn(WHOLE, pt.AdamW(lr=lr, weight_decay=0.0), 100)[1] for lr in (3e-3, 1e-2, 3e-2)
     ]
-    made, by_lbfgs = learn(WHOLE, pt.LBFGS(), 80)
-    assert by_lbfgs < min(by_adamw)
-    show(WHOLE, made)
+    trainer, lbfgs_loss = learn(WHOLE, pt.LBFGS(), 80)
+    assert lbfgs_loss < min(by_adamw)
+    show(WHOLE, trainer)
     print("the model of low rank")
-    made, _ = learn(LOW, pt.LBFGS(wolfe=0.5), 300)
-    show(LOW, made)
+    trainer, _ = learn(LOW, pt.LBFGS(wolfe=0.5), 300)
+    show(LOW, trainer)
 
 
 if __name__ == "__main__":

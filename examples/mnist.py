@@ -98,13 +98,13 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=unsaved)
     args = parser.parse_args()
     if args.folder is None:
-        learnt, tested = drawn(10_000, seed=0), drawn(1_000, seed=1)
+        train_set, test_set = drawn(10_000, seed=0), drawn(1_000, seed=1)
     else:
-        learnt, tested = digits(args.folder, "train"), digits(args.folder, "t10k")
-    began = time.perf_counter()
+        train_set, test_set = digits(args.folder, "train"), digits(args.folder, "t10k")
+    start_time = time.perf_counter()
     done = pt.fit(
         NETS[args.net],
-        learnt,
+        train_set,
         pt.AdamW(lr=RATES[args.net], beta2=0.999, weight_decay=0.1),
         schedule="cosine",
         epochs=args.epochs,
@@ -114,11 +114,11 @@ def main() -> None:
         memory=args.memory,
         on_message=print,
     )
-    taken, planned = time.perf_counter() - began, done.trainer.planned_nbytes
-    print(f"{taken:.1f} s; memory: peak {done.peak_nbytes >> 20} of {planned >> 20} MiB planned")
+    elapsed, planned = time.perf_counter() - start_time, done.trainer.planned_nbytes
+    print(f"{elapsed:.1f} s; memory: peak {done.peak_nbytes >> 20} of {planned >> 20} MiB planned")
     pt.save(args.output, done.weights)
     model = pt.Trainer(NETS[args.net], physical=500, values=pt.load(args.output))
-    _, result = pt.epoch(model, tested, 0)
+    _, result = pt.epoch(model, test_set, 0)
     print(f"test: {result}")
 
 

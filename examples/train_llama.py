@@ -18,8 +18,10 @@ def main() -> None:
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
     config = Config(256, TIME, 64, 2, 128, 4, 2)
     weights = transformer.weights(config)
-    made, optimizer = transformer.loss(config, weights, ROWS, TIME), AdamW(lr=3e-3)
-    step_graph = training({"loss": made.loss}, list(weights.values()), optimizer, max_norm=1.0)
+    model_loss, optimizer = transformer.loss(config, weights, ROWS, TIME), AdamW(lr=3e-3)
+    step_graph = training(
+        {"loss": model_loss.loss}, list(weights.values()), optimizer, max_norm=1.0
+    )
     logits, handles = generation(config, weights, 1, Cache(CELLS))
 
     session = pt.Session()
@@ -37,18 +39,20 @@ def main() -> None:
     for t in range(1, STEPS + 1):
         starts = rng.integers(0, len(text) - TIME - 1, ROWS)
         rows = np.stack([text[s : s + TIME + 1] for s in starts])
-        got = train(fixed | optimizer.inputs(t) | {"tokens": rows[:, :-1], "targets": rows[:, 1:]})
+        outputs = train(
+            fixed | optimizer.inputs(t) | {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        )
         if t == 1 or t % 20 == 0:
-            print(f"step {t:4}  loss {got['loss']:.3f}")
+            print(f"step {t:4}  loss {outputs['loss']:.3f}")
 
-    cells, written = Cells(CELLS), list(b"import ")
-    one = np.zeros(1, np.int32)
+    cells, generated = Cells(CELLS), list(b"import ")
+    zeros = np.zeros(1, np.int32)
     for i in range(60):
-        token = np.array([written[i]], np.int32)
-        choice = int(decode(cells.feed(token, one, one))["logits"].argmax())
-        if i + 1 == len(written):
-            written.append(choice)
-    print(repr(bytes(written).decode(errors="replace")))
+        token = np.array([generated[i]], np.int32)
+        choice = int(decode(cells.feed(token, zeros, zeros))["logits"].argmax())
+        if i + 1 == len(generated):
+            generated.append(choice)
+    print(repr(bytes(generated).decode(errors="replace")))
 
 
 if __name__ == "__main__":

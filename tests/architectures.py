@@ -273,7 +273,7 @@ def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
 
 def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Matrices that keep the size of what they multiply, uneven norms, biases and rope factors."""
-    rng, made = np.random.RandomState(seed), {}
+    rng, weights = np.random.RandomState(seed), {}
     for name, leaf in transformer.weights(config).items():
         uniform = rng.random_sample(leaf.shape) * 2 - 1
         if name.endswith(("ssm_a", "ssm_dt.bias")):
@@ -293,8 +293,8 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
             value = 0.3 * uniform + name.endswith(".weight")
             if "post_" in name and config.block_count > DEEP:
                 value /= DEEP  # else slopes change too fast for differences to measure them
-        made[name] = value.astype(np.float32)
-    return made
+        weights[name] = value.astype(np.float32)
+    return weights
 
 
 def random_model(

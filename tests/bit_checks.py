@@ -38,23 +38,27 @@ def check_optional(name: str, among: Sequence[Backend] = (backends.cpu, backends
     """Leaving out results that nobody reads changes no bit of the others."""
     for k, call in enumerate(samples(name)):
         graph = graph_of(call.results)
-        given = values(graph)
+        inputs = values(graph)
         for backend in among:
-            whole = run(graph, given, (backend,))
-            for kept in _subsets(call):
-                part = pt.Graph({n: t for n, t in graph.outputs.items() if t.index in kept})
-                given_part = {leaf.label: given[leaf.label] for leaf in given_leaves(part)}
+            full_results = run(graph, inputs, (backend,))
+            for result_indices in _subsets(call):
+                part = pt.Graph(
+                    {n: t for n, t in graph.outputs.items() if t.index in result_indices}
+                )
+                given_part = {leaf.label: inputs[leaf.label] for leaf in given_leaves(part)}
                 got = run(part, given_part, (backend,))
-                want = {n: whole[n] for n in part.outputs}
-                same_bits(got, want, f"{name} sample {k} results {kept} on {backend.name}")
+                expected = {n: full_results[n] for n in part.outputs}
+                same_bits(
+                    got, expected, f"{name} sample {k} results {result_indices} on {backend.name}"
+                )
 
 
 def _subsets(call: Call) -> Iterator[tuple[int, ...]]:
-    every = range(len(call.results))
-    for count in range(1, len(every)):
-        for kept in itertools.combinations(every, count):
-            if set(every) - set(kept) <= set(call.op.optional):
-                yield kept
+    indices = range(len(call.results))
+    for count in range(1, len(indices)):
+        for subset in itertools.combinations(indices, count):
+            if set(indices) - set(subset) <= set(call.op.optional):
+                yield subset
 
 
 # ---- in place ------------------------------------------------------------------------------------------------
@@ -63,8 +67,8 @@ def _subsets(call: Call) -> Iterator[tuple[int, ...]]:
 def arrays(call: Call, seed: int = 0) -> list[np.ndarray | None]:
     """Dense f32 arrays for the call's inputs."""
     graph = pt.Graph({str(i): t for i, t in enumerate(call.inputs) if t is not None})
-    made = pt.interpret(graph, values(graph, seed), np.float32)
-    return [None if t is None else made[str(i)] for i, t in enumerate(call.inputs)]
+    outputs = pt.interpret(graph, values(graph, seed), np.float32)
+    return [None if t is None else outputs[str(i)] for i, t in enumerate(call.inputs)]
 
 
 def run_kernel(call: Call, backend: str, inputs: list[Any], taken: Mapping[int, int]) -> Values:
@@ -77,8 +81,8 @@ def run_kernel(call: Call, backend: str, inputs: list[Any], taken: Mapping[int, 
     work = {"work": tuple(np.full(s.shape, np.nan, np.float32) for s in specs)} if rule else {}
     with np.errstate(all="ignore"):
         out = results if call.several else results[0]
-        given = [seen(x) for x in (out, *inputs)] if backend == "torch" else (out, *inputs)
-        call.op.kernels[backend].run(*given, **call.attrs, **work)
+        arguments = [seen(x) for x in (out, *inputs)] if backend == "torch" else (out, *inputs)
+        call.op.kernels[backend].run(*arguments, **call.attrs, **work)
     return {str(i): array for i, array in enumerate(results)}
 
 
@@ -87,13 +91,17 @@ def check_inplace(name: str, among: Sequence[str] = ("cpu", "numpy")) -> None:
     unused = {(i, k) for i, inputs in OPS[name].inplace.items() for k in inputs}
     for n, call in enumerate(samples(name)):
         inputs = arrays(call)
-        ways = [way for way in _ways(call) if way]
-        unused -= {pair for way in ways for pair in way.items()}
-        for backend in among if ways else ():
-            want = run_kernel(call, backend, inputs, {})
-            for way in ways:
-                got = run_kernel(call, backend, inputs, way)
-                same_bits(got, want, f"{name} sample {n} on {backend}, results over inputs {way}")
+        overwrite_maps = [overwrite_map for overwrite_map in _ways(call) if overwrite_map]
+        unused -= {pair for overwrite_map in overwrite_maps for pair in overwrite_map.items()}
+        for backend in among if overwrite_maps else ():
+            expected = run_kernel(call, backend, inputs, {})
+            for overwrite_map in overwrite_maps:
+                got = run_kernel(call, backend, inputs, overwrite_map)
+                same_bits(
+                    got,
+                    expected,
+                    f"{name} sample {n} on {backend}, results over inputs {overwrite_map}",
+                )
     assert not unused, f"{name}: no sample can be done in place as (result, input) {sorted(unused)}"
 
 
@@ -101,15 +109,15 @@ def _ways(call: Call) -> Iterator[dict[int, int]]:
     """Maps result -> input that the op permits and whose specs agree."""
     indices = sorted(call.op.inplace)
     choices = [(None, *call.op.inplace[i]) for i in indices]
-    for chosen in itertools.product(*choices):
-        way = {i: k for i, k in zip(indices, chosen, strict=True) if k is not None}
-        given = [call.inputs[k] for k in way.values()]
+    for combination in itertools.product(*choices):
+        overwrite_map = {i: k for i, k in zip(indices, combination, strict=True) if k is not None}
+        overwritten_inputs = [call.inputs[k] for k in overwrite_map.values()]
         fits = all(
             x is not None and x.spec == call.results[i].spec
-            for i, x in zip(way, given, strict=True)
+            for i, x in zip(overwrite_map, overwritten_inputs, strict=True)
         )
-        if fits and len(set(way.values())) == len(way):
-            yield way
+        if fits and len(set(overwrite_map.values())) == len(overwrite_map):
+            yield overwrite_map
 
 
 # ---- strides -------------------------------------------------------------------------------------------------
@@ -127,11 +135,11 @@ def permuted(leaf: Tensor, array: np.ndarray) -> tuple[Tensor, np.ndarray] | Non
 
 def narrowed(leaf: Tensor, array: np.ndarray) -> tuple[Tensor, np.ndarray] | None:
     """The leaf as the middle of a larger one that is NaN elsewhere."""
-    wide = array if array.ndim else array.reshape(1)
-    stored = np.full([n + 3 for n in wide.shape], np.nan, np.float32)
+    at_least_1d = array if array.ndim else array.reshape(1)
+    stored = np.full([n + 3 for n in at_least_1d.shape], np.nan, np.float32)
     t = pt.input(leaf.label, stored.shape)
-    stored[tuple(slice(1, n + 1) for n in wide.shape)] = wide
-    for axis, n in enumerate(wide.shape):
+    stored[tuple(slice(1, n + 1) for n in at_least_1d.shape)] = at_least_1d
+    for axis, n in enumerate(at_least_1d.shape):
         t = ops.narrow(t, axis=axis, start=1, length=n)
     return (t if array.ndim else ops.reshape(t, shape=())), stored
 
@@ -151,13 +159,13 @@ def check_strided(name: str, on: Backend = backends.cpu) -> set[str]:
     refused = set()
     for k, original in enumerate(samples(name)):
         call = rewritten(original, free)
-        given = values(graph_of(call.results)) | constants(original)
+        inputs = values(graph_of(call.results)) | constants(original)
         written = {call.inputs[i] for i in call.op.writes}
         for leaf in given_leaves(graph_of(call.results)):
             if leaf.dtype != pt.f32 or leaf in written:
                 continue
             for view in (permuted, narrowed, repeated):
-                refused |= _strided(f"{name} sample {k}", call, leaf, dict(given), view, on)
+                refused |= _strided(f"{name} sample {k}", call, leaf, dict(inputs), view, on)
     return refused
 
 
@@ -166,23 +174,23 @@ def _strided(
 ) -> set[str]:
     if view is repeated and leaf.shape:
         given[leaf.label] = np.broadcast_to(given[leaf.label][:1], leaf.shape)
-    made = view(leaf, given[leaf.label])
-    if made is None:
+    viewed = view(leaf, given[leaf.label])
+    if viewed is None:
         return set()
     try:
-        other = rewritten(call, lambda t: made[0] if t is leaf else t)
+        view_call = rewritten(call, lambda t: viewed[0] if t is leaf else t)
     except pt.GraphError as error:
         assert "use cont" in str(error), error
         return {f"{view.__name__} {leaf.name}"}
-    want = run(graph_of(call.results), given, (on,))
-    got = run(graph_of(other.results), {**given, leaf.label: made[1]}, (on,))
+    expected = run(graph_of(call.results), given, (on,))
+    got = run(graph_of(view_call.results), {**given, leaf.label: viewed[1]}, (on,))
     what = f"{what} with {leaf.name} {view.__name__}"
     if call.op.name in OWN_ORDER or on is not backends.cpu:
-        all_close(got, want, what)
+        all_close(got, expected, what)
     else:
-        same_bits(got, want, what)
+        same_bits(got, expected, what)
     if on is backends.cpu and call.op.name not in NO_GRADIENT and call.results[0].dtype == pt.f32:
-        _strided_gradient(what, call, leaf, given, other, *made)
+        _strided_gradient(what, call, leaf, given, view_call, *viewed)
     return set()
 
 
@@ -192,9 +200,9 @@ def _strided_gradient(
     """The gradient for a view is the gradient for the dense tensor it equals."""
     graph, _ = gradients(call.results[0], dense, [leaf])
     through, _ = gradients(other.results[0], dense, [t])
-    want = pt.interpret(graph, given)[f"d/{leaf.label}"]
+    expected = pt.interpret(graph, given)[f"d/{leaf.label}"]
     got = pt.interpret(through, {**given, leaf.label: stored})[f"d/{t.label}"]
-    close(got, want, f"{what}, gradient")
+    close(got, expected, f"{what}, gradient")
 
 
 # ---- threads -------------------------------------------------------------------------------------------------
@@ -204,10 +212,10 @@ def check_threads(name: str, counts: tuple[int, ...] = (1, 2, 4)) -> None:
     """Results are the same bits for any number of threads, also for more threads than rows."""
     for k, call in enumerate(samples(name)):
         graph = graph_of(call.results)
-        given = values(graph)
-        made = []
+        inputs = values(graph)
+        outputs = []
         for count in counts:
             kernels.set_threads(count)
-            made.append(run(graph, given))
-        for count, got in zip(counts, made, strict=True):
-            same_bits(got, made[0], f"{name} sample {k} with {count} threads")
+            outputs.append(run(graph, inputs))
+        for count, got in zip(counts, outputs, strict=True):
+            same_bits(got, outputs[0], f"{name} sample {k} with {count} threads")

@@ -37,13 +37,13 @@ class Api:
 
     def chat(self, messages: Any = ASK, **how: Any) -> Any:
         """By default the eight likeliest tokens."""
-        given = {"model": "m.gguf", "max_tokens": 8, "temperature": 0} | how
-        return self.client.chat.completions.create(messages=messages, **given)
+        options = {"model": "m.gguf", "max_tokens": 8, "temperature": 0} | how
+        return self.client.chat.completions.create(messages=messages, **options)
 
     def write(self, **how: Any) -> Any:
         """A completion, by default the eight likeliest tokens."""
-        given = {"model": "m.gguf", "prompt": "the", "max_tokens": 8, "temperature": 0} | how
-        return self.client.completions.create(**given)
+        options = {"model": "m.gguf", "prompt": "the", "max_tokens": 8, "temperature": 0} | how
+        return self.client.completions.create(**options)
 
     def idle(self, seconds: float = 20) -> bool:
         """Whether all slots become free."""
@@ -60,8 +60,8 @@ def opened(folder: Path, **how: Any) -> Iterator[Api]:
     """A random model behind a listener without keys."""
     path = folder / "m.gguf"
     random_model(path, "llama")
-    given: Any = {"ctx": 2048, "chat_template": "chatml", "seed": 1, "embeddings": True} | how
-    server = load(Serve(path, **given), Events())
+    options: Any = {"ctx": 2048, "chat_template": "chatml", "seed": 1, "embeddings": True} | how
+    server = load(Serve(path, **options), Events())
     with listening(server) as address, connected(address) as client:
         yield Api(server, address, client)
 
@@ -81,5 +81,5 @@ def listening(server: Server, *keys: str) -> Iterator[str]:
 
 
 def connected(address: str, **how: Any) -> Any:
-    given = {"api_key": "any", "max_retries": 0, "timeout": 60} | how
-    return openai.OpenAI(base_url=f"{address}/v1", **given)
+    options = {"api_key": "any", "max_retries": 0, "timeout": 60} | how
+    return openai.OpenAI(base_url=f"{address}/v1", **options)

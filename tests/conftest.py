@@ -57,12 +57,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
-        for mark, (there, reason) in NEEDS.items():
-            if item.get_closest_marker(mark) and not there:
+        for mark, (available, reason) in NEEDS.items():
+            if item.get_closest_marker(mark) and not available:
                 item.add_marker(pytest.mark.skip(reason=reason))
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    first = {name: at for at, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (first.get(item.path.stem, len(first)), -slow[item.path]))
+    slow_counts = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    priority = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(
+        key=lambda item: (priority.get(item.path.stem, len(priority)), -slow_counts[item.path])
+    )
 
 
 def pytest_collection_finish() -> None:

@@ -158,9 +158,9 @@ def a_folded_gradient_that_loses_the_earlier_one(patch: MonkeyPatch) -> None:
 
     def wrong(fold):
         def forgets(self, call, given, newest):
-            before = list(given)
+            previous = list(given)
             folded = fold(self, call, given, newest)
-            given[:] = before
+            given[:] = previous
             return folded
 
         return forgets
@@ -181,9 +181,9 @@ def recomputation_from_values_that_were_not_kept(patch: MonkeyPatch) -> None:
     def wrong(again):
         def stale(self, call, passing):
             copies, self.copies = self.copies, {}
-            made = again(self, call, {})
+            result = again(self, call, {})
             self.copies = copies
-            return made
+            return result
 
         return stale
 

@@ -113,8 +113,8 @@ def a_scan_that_goes_on_into_the_next_sample(patch: MonkeyPatch) -> None:
 def a_scan_that_begins_with_nothing(patch: MonkeyPatch) -> None:
     def wrong(run):
         def forgotten(*given, **how):
-            *before, source, target = given
-            return run(*before, np.full_like(source, -1), target, **how)
+            *leading_args, source, target = given
+            return run(*leading_args, np.full_like(source, -1), target, **how)
 
         return forgotten
 
@@ -141,9 +141,9 @@ def a_gradient_of_delta_rules_without_the_decays(patch: MonkeyPatch) -> None:
 def rms_norm_back_without_the_mean(patch: MonkeyPatch) -> None:
     def wrong(out, dy, x, w, acc, *, eps, work):
         r = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
-        for d, made in zip(out, (dy * r * (1 if w is None else w), (dy * x * r)), strict=True):
+        for d, gradient in zip(out, (dy * r * (1 if w is None else w), (dy * x * r)), strict=True):
             if d is not None:
-                d[...] = made.reshape(-1, *d.shape).sum(0)
+                d[...] = gradient.reshape(-1, *d.shape).sum(0)
 
     kernel(patch, "rms_norm_back", lambda run: wrong)
 
@@ -211,8 +211,8 @@ def attention_that_forgets_its_sinks(patch: MonkeyPatch) -> None:
 def attention_cells_with_the_sink_of_another_head(patch: MonkeyPatch) -> None:
     def turned(run):
         def wrong(y, *inputs, **rule):
-            *rest, sinks = inputs
-            return run(y, *rest, None if sinks is None else np.roll(sinks, 1), **rule)
+            *leading_inputs, sinks = inputs
+            return run(y, *leading_inputs, None if sinks is None else np.roll(sinks, 1), **rule)
 
         return wrong
 
@@ -380,11 +380,20 @@ def linear_cross_entropy_that_replaces_dw_by_the_last_chunk(patch: MonkeyPatch) 
         def last_only(out, x, w, targets, weights, b, *, chunk, **how):
             run(out, x, w, targets, weights, b, chunk=chunk, **how)
             if out[4] is not None:
-                first = (targets.size - 1) // chunk * chunk
-                late = np.where(np.arange(targets.size) < first, 0, weights.ravel())
-                spare = [np.empty_like(t) for t in out]
-                run(spare, x, w, targets, late.reshape(weights.shape), b, chunk=chunk, **how)
-                out[4][...] = spare[4]
+                last_start = (targets.size - 1) // chunk * chunk
+                last_weights = np.where(np.arange(targets.size) < last_start, 0, weights.ravel())
+                scratch = [np.empty_like(t) for t in out]
+                run(
+                    scratch,
+                    x,
+                    w,
+                    targets,
+                    last_weights.reshape(weights.shape),
+                    b,
+                    chunk=chunk,
+                    **how,
+                )
+                out[4][...] = scratch[4]
 
         return last_only
 
@@ -520,9 +529,9 @@ def to_nearest(run):
         if given[-1] is None:
             run(out, w, *given, **how)
             return
-        exact = dequantize(w)
-        run(out, exact, *given[:-1], None, **how)
-        w[...] = quantize(exact, pt.bf16)
+        unpacked = dequantize(w)
+        run(out, unpacked, *given[:-1], None, **how)
+        w[...] = quantize(unpacked, pt.bf16)
 
     return step
 

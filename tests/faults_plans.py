@@ -69,8 +69,8 @@ def a_reshape_that_joins_any_axes(patch: MonkeyPatch) -> None:
 def one_dense_copy_for_all_views_of_a_value(patch: MonkeyPatch) -> None:
     def wrong(copy):
         def by_storage(self, call, t, *rest):
-            made = [c for (v, _), c in self.made.items() if v.base is t.base and v.spec == t.spec]
-            return made[0] if made else copy(self, call, t, *rest)
+            copies = [c for (v, _), c in self.made.items() if v.base is t.base and v.spec == t.spec]
+            return copies[0] if copies else copy(self, call, t, *rest)
 
         return by_storage
 
@@ -92,9 +92,11 @@ def a_value_read_where_it_is_not(patch: MonkeyPatch) -> None:
 def one_copy_for_all_views_of_a_value_in_another_space(patch: MonkeyPatch) -> None:
     def wrong(moved):
         def by_storage(self, call, t, backend):
-            same = (v for v, space in self.made if space == backend.space)
-            made = [v for v in same if v.base is t.base and v.spec == t.spec]
-            return self.made[made[0], backend.space] if made else moved(self, call, t, backend)
+            same_space = (v for v, space in self.made if space == backend.space)
+            matches = [v for v in same_space if v.base is t.base and v.spec == t.spec]
+            return (
+                self.made[matches[0], backend.space] if matches else moved(self, call, t, backend)
+            )
 
         return by_storage
 
@@ -145,9 +147,11 @@ def outputs_that_are_not_kept_to_the_end(patch: MonkeyPatch) -> None:
 @fault("planner", verified, poisoned)
 def reads_through_a_view_that_do_not_count(patch: MonkeyPatch) -> None:
     def wrong(placed, of):
-        whole = {(t, i) for i, step in enumerate(placed.steps) for t in step.reads if t.base is t}
+        direct_reads = {
+            (t, i) for i, step in enumerate(placed.steps) for t in step.reads if t.base is t
+        }
         return {
-            t: [i for i in r if (t, i) in whole or i == len(placed.steps)] or [0]
+            t: [i for i in r if (t, i) in direct_reads or i == len(placed.steps)] or [0]
             for t, r in of.items()
         }
 
@@ -165,9 +169,9 @@ def in_place_over_a_value_that_is_read_beside(patch: MonkeyPatch) -> None:
         def alone(self, step, index, i, *rest):
             before = self.reads
             self.reads = {t: [k for k in r if k >= i] for t, r in before.items()}
-            made = rule(self, step, index, i, *rest)
+            result = rule(self, step, index, i, *rest)
             self.reads = before
-            return made
+            return result
 
         return alone
 
@@ -180,9 +184,9 @@ def in_place_over_a_value_that_is_read_later(patch: MonkeyPatch) -> None:
         def early(self, step, index, i, *rest):
             before = self.reads
             self.reads = {t: [k for k in r if k <= i] for t, r in before.items()}
-            made = rule(self, step, index, i, *rest)
+            result = rule(self, step, index, i, *rest)
             self.reads = before
-            return made
+            return result
 
         return early
 
@@ -195,9 +199,9 @@ def in_place_over_a_value_that_is_read_twice(patch: MonkeyPatch) -> None:
         def once(self, *given):
             before = self.reads
             self.reads = {t: sorted(set(r)) for t, r in before.items()}
-            made = rule(self, *given)
+            result = rule(self, *given)
             self.reads = before
-            return made
+            return result
 
         return once
 
@@ -257,8 +261,10 @@ travel = stream_checks.check_late, stream_checks.check_verified
 def a_source_that_is_free_once_its_copy_has_begun(patch: MonkeyPatch) -> None:
     def changed(reads):
         def early(placed):
-            own = [replace(s, inputs=s.inputs[:1]) if s.op is ARRIVE else s for s in placed.steps]
-            return reads(replace(placed, steps=tuple(own)))
+            local_steps = [
+                replace(s, inputs=s.inputs[:1]) if s.op is ARRIVE else s for s in placed.steps
+            ]
+            return reads(replace(placed, steps=tuple(local_steps)))
 
         return early
 
@@ -268,9 +274,9 @@ def a_source_that_is_free_once_its_copy_has_begun(patch: MonkeyPatch) -> None:
 @fault("planner", stream_checks.check_early, stream_checks.check_verified)
 def a_copy_that_gets_its_bytes_when_it_arrives(patch: MonkeyPatch) -> None:
     def late(placed, made):
-        at = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is ARRIVE}
+        arrive_steps = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is ARRIVE}
         for s in made:
-            arrives = [at[t] for t in s.tensors if t in at]
+            arrives = [arrive_steps[t] for t in s.tensors if t in arrive_steps]
             s.start = arrives[0] if arrives else s.start
         return made
 
@@ -282,10 +288,10 @@ def travelling(patch: MonkeyPatch, change: Any) -> None:
 
     def changed(ways):
         def wrong(steps):
-            found = ways(steps)
-            for way in found.values():
-                change(way, len(steps))
-            return found
+            routes = ways(steps)
+            for route in routes.values():
+                change(route, len(steps))
+            return routes
 
         return wrong
 

@@ -62,7 +62,7 @@ class Fault(Exception):
 def encoded(kind: str, value: Any) -> bytes:
     """A metadata value as in a file; whole numbers wrap around."""
     if isinstance(value, list):
-        body = b"".join(encoded(kind, one)[4:] for one in value)
+        body = b"".join(encoded(kind, element)[4:] for element in value)
         return struct.pack("<IIQ", ARRAY, KINDS.index(kind), len(value)) + body
     if kind == "string":
         return struct.pack("<IQ", STRING, len(value)) + value
@@ -108,17 +108,17 @@ class Draft:
 
     def encode(self) -> bytearray:
         tensors, pairs = (
-            (len(listed) + more) % 2**64
-            for listed, more in zip((self.tensors, self.pairs), self.announced, strict=True)
+            (len(listed) + count_delta) % 2**64
+            for listed, count_delta in zip((self.tensors, self.pairs), self.announced, strict=True)
         )
-        made = bytearray(b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs))
+        encoded = bytearray(b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs))
         for key, value in self.pairs:
-            made += struct.pack("<Q", len(key)) + key + value
+            encoded += struct.pack("<Q", len(key)) + key + value
         for name, shape, number, offset in self.tensors:
-            made += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(shape))
-            made += b"".join(struct.pack("<Q", axis % 2**64) for axis in shape)
-            made += struct.pack("<IQ", number % 2**32, offset % 2**64)
-        return made + bytes(-len(made) % self.alignment) + self.data
+            encoded += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(shape))
+            encoded += b"".join(struct.pack("<Q", axis % 2**64) for axis in shape)
+            encoded += struct.pack("<IQ", number % 2**32, offset % 2**64)
+        return encoded + bytes(-len(encoded) % self.alignment) + self.data
 
 
 # ---- changes to the pieces ---------------------------------------------------------------------------------------
@@ -129,10 +129,10 @@ Rng = random.Random
 def any_value(rng: Rng) -> tuple[str, Any]:
     """A value of any kind, often absurd."""
     kind = rng.choice([kind for kind in KINDS if kind != "array"])
-    one = {"string": TEXTS, "f32": REALS, "f64": REALS}.get(kind, NUMBERS)
+    pool = {"string": TEXTS, "f32": REALS, "f64": REALS}.get(kind, NUMBERS)
     if rng.random() < 0.25:
-        return kind, [rng.choice(one) for _ in range(rng.choice((0, 1, 2, 5, 300)))]
-    return kind, rng.choice(one)
+        return kind, [rng.choice(pool) for _ in range(rng.choice((0, 1, 2, 5, 300)))]
+    return kind, rng.choice(pool)
 
 
 def near(rng: Rng, number: int) -> int:
@@ -194,16 +194,16 @@ def change_key(rng: Rng, draft: Draft) -> None:
 def change_tensor(rng: Rng, draft: Draft) -> None:
     i = rng.randrange(len(draft.tensors))
     name, shape, number, offset = draft.tensors[i]
-    what = rng.randrange(6)
-    if what == 0:
+    mutation = rng.randrange(6)
+    if mutation == 0:
         name = rng.choice((rng.choice(TEXTS), rng.choice(draft.tensors)[0]))
-    elif what == 1 and shape:
+    elif mutation == 1 and shape:
         shape[rng.randrange(len(shape))] = near(rng, rng.choice(shape))
-    elif what == 2:
+    elif mutation == 2:
         shape = rng.choice(
             ([], shape[::-1], [*shape, 1], [1, *shape], [rng.choice(NUMBERS)] * 4, shape * 3)
         )
-    elif what == 3:
+    elif mutation == 3:
         number = rng.choice((*TYPES, *NUMBERS))
     else:
         offset = rng.choice((near(rng, offset), rng.choice(draft.tensors)[3]))

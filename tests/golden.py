@@ -50,15 +50,15 @@ def record(case: Case) -> Record:
 
     # as fast for models this small, and quiet beside the kernels' own threads
     torch.set_num_threads(1)
-    given, made = values(case.config), Record()
+    weights, entries = values(case.config), Record()
     for name, dtype in (("f32", torch.float32), ("f64", torch.float64)):
-        found = torch_llama.gradients(case.config, given, case.batches[0], dtype)
-        made |= {f"{name}/{key}": value for key, value in found.items()}
+        grads = torch_llama.gradients(case.config, weights, case.batches[0], dtype)
+        entries |= {f"{name}/{key}": value for key, value in grads.items()}
         for kind, max_norm in MAX_NORM.items():
             settings = case.batches, OPTIMIZER, RATES, max_norm, dtype
-            run = torch_llama.training(case.config, given, *settings)
-            made |= {f"{name}/{kind}/{key}": value for key, value in run.items()}
-    return made
+            run = torch_llama.training(case.config, weights, *settings)
+            entries |= {f"{name}/{kind}/{key}": value for key, value in run.items()}
+    return entries
 
 
 def load(name: str) -> Record:

@@ -24,9 +24,9 @@ KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64", "f32", "f64")
 
 def header_draft(folder: Path) -> Draft:
     """Every kind of value, arrays of every kind, and tensors of several types and shapes."""
-    given = {f"one.{kind}": Value(kind, 1) for kind in KINDS}
-    given |= {f"many.{kind}": Value(kind, [1, 2, 3]) for kind in KINDS}
-    given |= {
+    metadata = {f"one.{kind}": Value(kind, 1) for kind in KINDS}
+    metadata |= {f"many.{kind}": Value(kind, [1, 2, 3]) for kind in KINDS}
+    metadata |= {
         "general.architecture": Value("string", "llama"),
         "general.alignment": Value("u32", 32),
         "flag": Value("bool", True),
@@ -46,7 +46,7 @@ def header_draft(folder: Path) -> Draft:
         "blk.0.attn_norm.weight": np.ones(8, np.int32),
         **packed,
     }
-    write(folder / "header.gguf", given, tensors)
+    write(folder / "header.gguf", metadata, tensors)
     return Draft.of(folder / "header.gguf")
 
 
@@ -54,12 +54,12 @@ def byte_pairs() -> dict[str, Value]:
     """A byte-level vocabulary with a few merges and a template."""
     merges = [b"t h", b"th e", "\u0120 c".encode(), b"a t"]
     tokens = [*(c.encode() for c in ALPHABET.values()), *(m.replace(b" ", b"") for m in merges)]
-    ends = [b"<|im_start|>", b"<|im_end|>"]
+    end_tokens = [b"<|im_start|>", b"<|im_end|>"]
     return {
         "tokenizer.ggml.model": Value("string", "gpt2"),
         "tokenizer.ggml.pre": Value("string", "qwen2"),
-        "tokenizer.ggml.tokens": Value("string", tokens + ends),
-        "tokenizer.ggml.token_type": Value("i32", [1] * len(tokens) + [3] * len(ends)),
+        "tokenizer.ggml.tokens": Value("string", tokens + end_tokens),
+        "tokenizer.ggml.token_type": Value("i32", [1] * len(tokens) + [3] * len(end_tokens)),
         "tokenizer.ggml.merges": Value("string", merges),
         "tokenizer.ggml.eos_token_id": Value("u32", len(tokens) + 1),
         "tokenizer.chat_template": Value(
@@ -89,18 +89,18 @@ def model_drafts(folder: Path) -> list[Draft]:
             base, expert_count=3, expert_used_count=2, expert_feed_forward_length=12
         ),
     }
-    made = []
+    drafts = []
     for name, config in configs.items():
-        given = vocabulary() if len(made) % 3 else byte_pairs()
-        known = name if name in ARCHITECTURES else "llama"
-        tokens = len(given["tokenizer.ggml.tokens"].value)
-        config = replace(config, vocab_size=tokens, architecture=known)
+        vocab = vocabulary() if len(drafts) % 3 else byte_pairs()
+        architecture = name if name in ARCHITECTURES else "llama"
+        tokens = len(vocab["tokenizer.ggml.tokens"].value)
+        config = replace(config, vocab_size=tokens, architecture=architecture)
         path = folder / f"{name}.gguf"
-        save_model(path, config, given, values(config).__getitem__, name="small")
+        save_model(path, config, vocab, values(config).__getitem__, name="small")
         if name == "packed":
             pack(path)
-        made.append(Draft.of(path))
-    return made
+        drafts.append(Draft.of(path))
+    return drafts
 
 
 def pack(path: Path) -> None:

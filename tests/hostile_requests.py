@@ -163,10 +163,10 @@ class Ask:
 
 def routes() -> list[tuple[str, str]]:
     """Path and method of each route, as the application has them."""
-    made = app(cast(Any, None))
+    application = app(cast(Any, None))
     return sorted(
         (route.path, method)
-        for route in cast(Any, made.routes)
+        for route in cast(Any, application.routes)
         for method in route.methods
         if method != "HEAD"
     )
@@ -192,39 +192,41 @@ def replaced(value: Any, at: tuple[Any, ...], by: Any) -> Any:
 
 def spoiled() -> list[str]:
     """The body with each value at each place of it."""
-    every = {**MORE, **{name: 1 for name in FIELDS if name not in MORE and name not in BODY}}
-    found = list[str]()
-    for at in [*places(BODY), *places(every)]:
-        given = {**BODY, at[0]: every.get(at[0], BODY.get(at[0]))}
-        text = json.dumps(replaced(given, at, HOLE))
-        found += [text.replace(f'"{HOLE}"', value) for value in VALUES]
-    return found
+    all_fields = {**MORE, **{name: 1 for name in FIELDS if name not in MORE and name not in BODY}}
+    bodies = list[str]()
+    for keys in [*places(BODY), *places(all_fields)]:
+        body = {**BODY, keys[0]: all_fields.get(keys[0], BODY.get(keys[0]))}
+        text = json.dumps(replaced(body, keys, HOLE))
+        bodies += [text.replace(f'"{HOLE}"', value) for value in VALUES]
+    return bodies
 
 
 def requests(seed: int, each: int) -> list[Ask]:
     """So many wrong bodies for each route, and each other thing that can be wrong with it once."""
-    rng, found, bodies = random.Random(seed), list[Ask](), spoiled()
+    rng, asks, bodies = random.Random(seed), list[Ask](), spoiled()
     for path, method in routes():
-        here = path.replace("{id}", "0")
+        url = path.replace("{id}", "0")
         query = "?action=restore" if "{" in path else ""
-        good = json.dumps(BODY).encode()
-        found += [Ask(other, here, good) for other in METHODS if other != method]
-        found += [Ask(method, path.replace("{id}", part) + query, good) for part in PARTS]
-        found += [Ask(method, f"{here}?{query}", good) for query in QUERIES]
+        valid_body = json.dumps(BODY).encode()
+        asks += [
+            Ask(wrong_method, url, valid_body) for wrong_method in METHODS if wrong_method != method
+        ]
+        asks += [Ask(method, path.replace("{id}", part) + query, valid_body) for part in PARTS]
+        asks += [Ask(method, f"{url}?{query}", valid_body) for query in QUERIES]
         if method == "POST":
-            found += [Ask(method, here + query, body) for body in BODIES]
-            found += [Ask(method, here, good, {"Content-Type": kind}) for kind in TYPES]
-            found += [Ask(method, here + query, text.encode()) for text in rng.sample(bodies, each)]
-    rng.shuffle(found)
-    return found
+            asks += [Ask(method, url + query, body) for body in BODIES]
+            asks += [Ask(method, url, valid_body, {"Content-Type": kind}) for kind in TYPES]
+            asks += [Ask(method, url + query, text.encode()) for text in rng.sample(bodies, each)]
+    rng.shuffle(asks)
+    return asks
 
 
 def bombs() -> list[Ask]:
     """Each bomb for chats, and for others of the routes by turns."""
     posts = [path.replace("{id}", "0") for path, method in routes() if method == "POST"]
-    found = list[Ask]()
+    asks = list[Ask]()
     for number, bomb in enumerate(BOMBS):
         body = json.dumps(BODY | bomb, ensure_ascii=False).encode()
         places = "/v1/chat/completions", posts[number % len(posts)]
-        found += [Ask("POST", path, body) for path in places]
-    return found
+        asks += [Ask("POST", path, body) for path in places]
+    return asks

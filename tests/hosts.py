@@ -62,32 +62,32 @@ class Hosts:
 
     def environment(self, rank: int, ranks: int, port: int) -> dict[str, str]:
         """The variables of torchrun."""
-        own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
-        own |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
-        return own | {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+        variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+        variables |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
+        return variables | {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
 
 
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
-    made = Hosts(f"pt{os.getpid()}", count)
-    bridge = f"{made.tag}b"
+    cluster = Hosts(f"pt{os.getpid()}", count)
+    bridge = f"{cluster.tag}b"
     try:
         do("ip", "netns", "add", bridge)
         inside = ["ip", "netns", "exec", bridge]
         do(*inside, "ip", "link", "add", "br0", "type", "bridge")
         do(*inside, "ip", "link", "set", "br0", "up")
         for host in range(count):
-            name = made.name(host)
+            name = cluster.name(host)
             do("ip", "netns", "add", name)
             peer = ["type", "veth", "peer", "name", "eth0", "netns", name]
             do("ip", "-n", bridge, "link", "add", f"p{host}", *peer)
             do(*inside, "ip", "link", "set", f"p{host}", "master", "br0", "up")
-            address = ["address", "add", f"{made.address(host)}/24", "dev", "eth0"]
-            do(*made.command(host, ["ip", *address]))
+            address = ["address", "add", f"{cluster.address(host)}/24", "dev", "eth0"]
+            do(*cluster.command(host, ["ip", *address]))
             for device in ("eth0", "lo"):
-                do(*made.command(host, ["ip", "link", "set", device, "up"]))
-        yield made
+                do(*cluster.command(host, ["ip", "link", "set", device, "up"]))
+        yield cluster
     finally:
-        for name in (*map(made.name, range(count)), bridge):
+        for name in (*map(cluster.name, range(count)), bridge):
             with suppress(subprocess.CalledProcessError):
                 do("ip", "netns", "del", name)

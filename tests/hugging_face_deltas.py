@@ -47,56 +47,62 @@ def sizes(c: Config) -> tuple[int, int, int]:
 
 def delta_shapes(c: Config) -> Shapes:
     (groups, heads, n), width = sizes(c), c["hidden_size"]
-    inner, both = heads * n, 2 * groups * n
-    made: Shapes = {
+    inner, qk_width = heads * n, 2 * groups * n
+    tensor_shapes: Shapes = {
         "A_log": (heads,), "dt_bias": (heads,), "norm.weight": (n,), "out_proj.weight": (width, inner),
-        "conv1d.weight": (both + inner, 1, c["linear_conv_kernel_dim"]),
+        "conv1d.weight": (qk_width + inner, 1, c["linear_conv_kernel_dim"]),
     }  # fmt: skip
-    rows = {"qkv": both + inner, "z": inner, "b": heads, "a": heads}
+    rows = {"qkv": qk_width + inner, "z": inner, "b": heads, "a": heads}
     if joined(c):
-        rows = {"qkvz": both + 2 * inner, "ba": 2 * heads}
-    return made | {f"in_proj_{name}.weight": (count, width) for name, count in rows.items()}
+        rows = {"qkvz": qk_width + 2 * inner, "ba": 2 * heads}
+    return tensor_shapes | {
+        f"in_proj_{name}.weight": (count, width) for name, count in rows.items()
+    }
 
 
 def shapes(c: Config) -> Shapes:
     width, d = c["hidden_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
-    made: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], width)}
+    tensor_shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], width)}
     for i, kind in enumerate(c["layer_types"]):
         at = f"model.layers.{i}"
-        made[f"{at}.input_layernorm.weight"] = made[f"{at}.post_attention_layernorm.weight"] = (
-            width,
-        )
+        tensor_shapes[f"{at}.input_layernorm.weight"] = tensor_shapes[
+            f"{at}.post_attention_layernorm.weight"
+        ] = (width,)
         if kind == "full_attention":
             rows = {"q": 2 * q, "k": kv, "v": kv}
-            made |= {f"{at}.self_attn.{x}_proj.weight": (n, width) for x, n in rows.items()}
-            made |= {f"{at}.self_attn.{x}_norm.weight": (d,) for x in "qk"}
-            made[f"{at}.self_attn.o_proj.weight"] = (width, q)
+            tensor_shapes |= {
+                f"{at}.self_attn.{x}_proj.weight": (n, width) for x, n in rows.items()
+            }
+            tensor_shapes |= {f"{at}.self_attn.{x}_norm.weight": (d,) for x in "qk"}
+            tensor_shapes[f"{at}.self_attn.o_proj.weight"] = (width, q)
         else:
-            made |= {f"{at}.linear_attn.{name}": s for name, s in delta_shapes(c).items()}
-        made |= {f"{at}.mlp.{name}": shape for name, shape in feed_shapes(c).items()}
-    made["model.norm.weight"] = (width,)
-    return made | ({} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], width)})
+            tensor_shapes |= {f"{at}.linear_attn.{name}": s for name, s in delta_shapes(c).items()}
+        tensor_shapes |= {f"{at}.mlp.{name}": shape for name, shape in feed_shapes(c).items()}
+    tensor_shapes["model.norm.weight"] = (width,)
+    return tensor_shapes | (
+        {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], width)}
+    )
 
 
 def feed_shapes(c: Config) -> Shapes:
     width, f = c["hidden_size"], c["intermediate_size"]
 
     def gated(at: str, f: int) -> Shapes:
-        up = {f"{at}{x}_proj.weight": (f, width) for x in ("gate", "up")}
-        return {**up, f"{at}down_proj.weight": (width, f)}
+        gate_up = {f"{at}{x}_proj.weight": (f, width) for x in ("gate", "up")}
+        return {**gate_up, f"{at}down_proj.weight": (width, f)}
 
     if "num_experts" not in c:
         return gated("", f)
     count, f = c["num_experts"], c["moe_intermediate_size"]
-    made: Shapes = {"gate.weight": (count, width), "shared_expert_gate.weight": (1, width)}
-    made |= gated("shared_expert.", c["shared_expert_intermediate_size"])
+    tensor_shapes: Shapes = {"gate.weight": (count, width), "shared_expert_gate.weight": (1, width)}
+    tensor_shapes |= gated("shared_expert.", c["shared_expert_intermediate_size"])
     if joined(c) or "experts" in c:
         for e in range(count):
-            made |= gated(f"experts.{e}.", f)
-        return made
+            tensor_shapes |= gated(f"experts.{e}.", f)
+        return tensor_shapes
     stacked = {"gate_up_proj": (count, 2 * f, width), "down_proj": (count, width, f)}
-    return made | {f"experts.{name}": shape for name, shape in stacked.items()}
+    return tensor_shapes | {f"experts.{name}": shape for name, shape in stacked.items()}
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -134,9 +140,9 @@ class Model:
         time = len(x)
         if not joined(self.c):
             return tuple(self.linear(f"{at}.in_proj_{name}", x) for name in ("qkv", "z", "b", "a"))
-        own = heads // groups
+        heads_per_group = heads // groups
         parts = self.linear(f"{at}.in_proj_qkvz", x).reshape(time, groups, -1)
-        q, k, v, z = np.split(parts, np.cumsum([n, n, own * n]), axis=-1)
+        q, k, v, z = np.split(parts, np.cumsum([n, n, heads_per_group * n]), axis=-1)
         b, a = np.split(self.linear(f"{at}.in_proj_ba", x).reshape(time, groups, -1), 2, axis=-1)
         qkv = np.concatenate([part.reshape(time, -1) for part in (q, k, v)], axis=-1)
         return (qkv, *(part.reshape(time, -1) for part in (z, b, a)))
@@ -167,8 +173,8 @@ class Model:
     def attention(self, at: str, x: np.ndarray) -> np.ndarray:
         c, at, time = self.c, f"{at}.self_attn", len(x)
         d, heads = c["head_dim"], c["num_attention_heads"]
-        both = self.linear(f"{at}.q_proj", x).reshape(time, heads, 2 * d)
-        q, gate = both[..., :d], both[..., d:]
+        q_gate = self.linear(f"{at}.q_proj", x).reshape(time, heads, 2 * d)
+        q, gate = q_gate[..., :d], q_gate[..., d:]
         k, v = (self.linear(f"{at}.{name}_proj", x).reshape(time, -1, d) for name in "kv")
         q, k = (self.turned(self.norm(f"{at}.{n}_norm", y)) for n, y in (("q", q), ("k", k)))
         y = np.zeros_like(q)
@@ -202,8 +208,8 @@ class Model:
         if f"{at}.experts.{e}.up_proj.weight" in self.w:
             return self.gated(f"{at}.experts.{e}.", x)
         gate, up = np.split(self.w[f"{at}.experts.gate_up_proj"][e] @ x, 2)
-        made: np.ndarray = self.w[f"{at}.experts.down_proj"][e] @ (gate * sigmoid(gate) * up)
-        return made
+        output: np.ndarray = self.w[f"{at}.experts.down_proj"][e] @ (gate * sigmoid(gate) * up)
+        return output
 
     def gated(self, at: str, x: np.ndarray) -> np.ndarray:
         gate = self.linear(f"{at}gate_proj", x)

@@ -99,24 +99,26 @@ def shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
     if "intermediate_size_mlp" in c:
         return llama4_shapes(c, i)
     width, f = c["hidden_size"], c["moe_intermediate_size"]
-    wide = {"mlp": c["intermediate_size"]}
+    ffn_widths = {"mlp": c["intermediate_size"]}
     if not dense(c, i):
-        several = c.get("moe_num_shared_experts", c.get("n_shared_experts", 1))
-        one = "shared_expert" if "num_experts" in c else "shared_experts"
-        wide = {f"mlp.{one}": c.get("shared_expert_intermediate_size", several * f)}
-        wide |= {f"mlp.experts.{e}": f for e in range(count(c))}
-    made: dict[str, tuple[int, ...]] = {}
-    for at, n in wide.items():
-        made |= {f"{at}.{part}.weight": (n, width) for part in PARTS[:2]}
-        made[f"{at}.{PARTS[2]}.weight"] = (width, n)
+        num_shared = c.get("moe_num_shared_experts", c.get("n_shared_experts", 1))
+        shared_name = "shared_expert" if "num_experts" in c else "shared_experts"
+        ffn_widths = {
+            f"mlp.{shared_name}": c.get("shared_expert_intermediate_size", num_shared * f)
+        }
+        ffn_widths |= {f"mlp.experts.{e}": f for e in range(count(c))}
+    tensor_shapes: dict[str, tuple[int, ...]] = {}
+    for at, n in ffn_widths.items():
+        tensor_shapes |= {f"{at}.{part}.weight": (n, width) for part in PARTS[:2]}
+        tensor_shapes[f"{at}.{PARTS[2]}.weight"] = (width, n)
     if dense(c, i):
-        return made
-    made["mlp.gate.weight"] = (count(c), width)
+        return tensor_shapes
+    tensor_shapes["mlp.gate.weight"] = (count(c), width)
     if "num_experts" in c:
-        made["mlp.shared_expert_gate.weight"] = (1, width)
+        tensor_shapes["mlp.shared_expert_gate.weight"] = (1, width)
     ernie = c["architectures"][0].startswith("Ernie")
     shape = (1, count(c)) if ernie else (count(c),)
-    return made | ({offsets(c): shape} if offsets(c) else {})
+    return tensor_shapes | ({offsets(c): shape} if offsets(c) else {})
 
 
 def gpt_oss_shapes(c: Config) -> dict[str, tuple[int, ...]]:
@@ -138,9 +140,9 @@ def gpt_oss(
         chosen = np.argsort(-z[t])[: c["num_experts_per_tok"]]
         share = np.exp(z[t, chosen]) / np.exp(z[t, chosen]).sum()
         for e, part in zip(chosen, share, strict=True):
-            both = x[t] @ up[e] + up_bias[e]
-            gate, wide = np.minimum(both[::2], 7), np.clip(both[1::2], -7, 7)
-            hidden = (wide + 1) * gate / (1 + np.exp(-1.702 * gate))
+            gate_up = x[t] @ up[e] + up_bias[e]
+            gate, clipped_up = np.minimum(gate_up[::2], 7), np.clip(gate_up[1::2], -7, 7)
+            hidden = (clipped_up + 1) * gate / (1 + np.exp(-1.702 * gate))
             y[t] += part * (hidden @ down[e] + down_bias[e])
     return y
 
@@ -148,14 +150,21 @@ def gpt_oss(
 def latent_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """The tensors of an attention with keys and values from a narrow vector."""
     width, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
-    plain, turned, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-    q, less = heads * (plain + turned), c["q_lora_rank"]
-    made: dict[str, tuple[int, ...]] = {"q_proj": (q, width)}
-    if less:
-        made = {"q_a_proj": (less, width), "q_a_layernorm": (less,), "q_b_proj": (q, less)}
-    made |= {"kv_a_proj_with_mqa": (rank + turned, width), "kv_a_layernorm": (rank,)}
-    made |= {"kv_b_proj": (heads * (plain + value), rank), "o_proj": (width, heads * value)}
-    return {f"self_attn.{name}": shape for name, shape in made.items()}
+    nope_dim, rope_dim, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    q, q_rank = heads * (nope_dim + rope_dim), c["q_lora_rank"]
+    tensor_shapes: dict[str, tuple[int, ...]] = {"q_proj": (q, width)}
+    if q_rank:
+        tensor_shapes = {
+            "q_a_proj": (q_rank, width),
+            "q_a_layernorm": (q_rank,),
+            "q_b_proj": (q, q_rank),
+        }
+    tensor_shapes |= {"kv_a_proj_with_mqa": (rank + rope_dim, width), "kv_a_layernorm": (rank,)}
+    tensor_shapes |= {
+        "kv_b_proj": (heads * (nope_dim + value), rank),
+        "o_proj": (width, heads * value),
+    }
+    return {f"self_attn.{name}": shape for name, shape in tensor_shapes.items()}
 
 
 def latent(
@@ -168,17 +177,17 @@ def latent(
 ) -> np.ndarray:
     """Such an attention; `turn` rotates (T, heads, R)."""
     time, heads, rank = len(x), c["num_attention_heads"], c["kv_lora_rank"]
-    plain, value = c["qk_nope_head_dim"], c["v_head_dim"]
+    nope_dim, value = c["qk_nope_head_dim"], c["v_head_dim"]
     if c["q_lora_rank"]:
         x_q = norm(f"{at}.q_a_layernorm", linear(f"{at}.q_a_proj", x))
         q = linear(f"{at}.q_b_proj", x_q).reshape(time, heads, -1)
     else:
         q = linear(f"{at}.q_proj", x).reshape(time, heads, -1)
-    both = linear(f"{at}.kv_a_proj_with_mqa", x)
-    k_turned = np.repeat(turn(both[:, None, rank:]), heads, 1)
-    kv = linear(f"{at}.kv_b_proj", norm(f"{at}.kv_a_layernorm", both[:, :rank]))
-    k, v = np.split(kv.reshape(time, heads, plain + value), [plain], -1)
-    q = np.concatenate([q[..., :plain], turn(q[..., plain:])], -1)
+    kv_a = linear(f"{at}.kv_a_proj_with_mqa", x)
+    k_turned = np.repeat(turn(kv_a[:, None, rank:]), heads, 1)
+    kv = linear(f"{at}.kv_b_proj", norm(f"{at}.kv_a_layernorm", kv_a[:, :rank]))
+    k, v = np.split(kv.reshape(time, heads, nope_dim + value), [nope_dim], -1)
+    q = np.concatenate([q[..., :nope_dim], turn(q[..., nope_dim:])], -1)
     k = np.concatenate([k, k_turned], -1)
     scale = q.shape[-1] ** -0.5
     if rope := c.get("rope_scaling"):
@@ -194,13 +203,15 @@ def latent(
 def llama4_shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
     e, width, f = c["num_local_experts"], c["hidden_size"], c["intermediate_size"]
     experts = (i + 1) % c["interleave_moe_layer_step"] == 0
-    at, wide = ("shared_expert.", f) if experts else ("", c["intermediate_size_mlp"])
-    made: dict[str, tuple[int, ...]] = {f"{at}{part}.weight": (wide, width) for part in PARTS[:2]}
-    made[f"{at}{PARTS[2]}.weight"] = (width, wide)
+    at, ffn_width = ("shared_expert.", f) if experts else ("", c["intermediate_size_mlp"])
+    tensor_shapes: dict[str, tuple[int, ...]] = {
+        f"{at}{part}.weight": (ffn_width, width) for part in PARTS[:2]
+    }
+    tensor_shapes[f"{at}{PARTS[2]}.weight"] = (width, ffn_width)
     if experts:
-        made |= {"router.weight": (e, width), "experts.gate_up_proj": (e, width, 2 * f)}
-        made["experts.down_proj"] = (e, f, width)
-    return {f"feed_forward.{name}": shape for name, shape in made.items()}
+        tensor_shapes |= {"router.weight": (e, width), "experts.gate_up_proj": (e, width, 2 * f)}
+        tensor_shapes["experts.down_proj"] = (e, f, width)
+    return {f"feed_forward.{name}": shape for name, shape in tensor_shapes.items()}
 
 
 def llama4(
@@ -210,14 +221,14 @@ def llama4(
         gate, up = (linear(f"{where}.{part}", x) for part in PARTS[:2])
         return linear(f"{where}.{PARTS[2]}", gate / (1 + np.exp(-gate)) * up)
 
-    here = f"{at}.feed_forward"
+    prefix = f"{at}.feed_forward"
     if (i + 1) % c["interleave_moe_layer_step"]:
-        return gated(here)
-    z, y = linear(f"{here}.router", x), gated(f"{here}.shared_expert")
-    both, down = w[f"{here}.experts.gate_up_proj"], w[f"{here}.experts.down_proj"]
+        return gated(prefix)
+    z, y = linear(f"{prefix}.router", x), gated(f"{prefix}.shared_expert")
+    gate_up, down = w[f"{prefix}.experts.gate_up_proj"], w[f"{prefix}.experts.down_proj"]
     for t in range(len(x)):
         for e in np.argsort(-z[t])[: c["num_experts_per_tok"]]:
-            gate, up = np.split(x[t] / (1 + np.exp(-z[t, e])) @ both[e], 2)
+            gate, up = np.split(x[t] / (1 + np.exp(-z[t, e])) @ gate_up[e], 2)
             y[t] += (gate / (1 + np.exp(-gate)) * up) @ down[e]
     return y
 
@@ -247,14 +258,16 @@ def granite(
         gate, up = np.split(both, 2, -1)
         return gate / (1 + np.exp(-gate)) * up
 
-    into, back = (w[f"{at}.block_sparse_moe.{side}_linear.weight"] for side in ("input", "output"))
+    into, down_proj = (
+        w[f"{at}.block_sparse_moe.{side}_linear.weight"] for side in ("input", "output")
+    )
     z = linear(f"{at}.block_sparse_moe.router.layer", x)
     y = linear(f"{at}.shared_mlp.output_linear", gated(linear(f"{at}.shared_mlp.input_linear", x)))
     for t in range(len(x)):
         chosen = np.argsort(-z[t])[: c["num_experts_per_tok"]]
         share = np.exp(z[t, chosen]) / np.exp(z[t, chosen]).sum()
         for e, part in zip(chosen, share, strict=True):
-            y[t] += part * (back[e] @ gated(into[e] @ x[t]))
+            y[t] += part * (down_proj[e] @ gated(into[e] @ x[t]))
     return y
 
 
@@ -280,9 +293,9 @@ def feed_forward(
     p = 1 / (1 + np.exp(-z)) if glm else np.exp(z) / np.exp(z).sum(-1, keepdims=True)
     better = p + (w[f"{at}.{offsets(c)}"].reshape(-1) if offsets(c) else 0)
     if (groups := c.get("n_group", 1)) > 1:
-        apart = better.reshape(len(x), groups, -1)
-        order = np.argsort(np.argsort(-np.sort(apart, -1)[..., -2:].sum(-1), -1), -1)
-        better = np.where((order < c["topk_group"])[..., None], apart, -np.inf).reshape(
+        grouped_scores = better.reshape(len(x), groups, -1)
+        order = np.argsort(np.argsort(-np.sort(grouped_scores, -1)[..., -2:].sum(-1), -1), -1)
+        better = np.where((order < c["topk_group"])[..., None], grouped_scores, -np.inf).reshape(
             better.shape
         )
     y = gated("mlp.shared_expert" if "num_experts" in c else "mlp.shared_experts", x)

@@ -79,33 +79,36 @@ def sizes(c: Config, i: int) -> tuple[int, int]:
     """Width of a block's heads, and number of those of keys."""
     if c["layer_types"][i] == SLIDING:
         return c["head_dim"], c["num_key_value_heads"]
-    wide = (
+    is_wide = (
         c["head_dim"] if THREE["architectures"] == c["architectures"] else c.get("global_head_dim")
     )
-    wide = wide or c["per_layer_config"]["01"]["head_dim"]
-    return wide, c.get("num_global_key_value_heads", c["num_key_value_heads"])
+    is_wide = is_wide or c["per_layer_config"]["01"]["head_dim"]
+    return is_wide, c.get("num_global_key_value_heads", c["num_key_value_heads"])
 
 
 def shapes(c: Config) -> Shapes:
     h, f, n, p = (
         c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"], c["hidden_size_per_layer_input"],
     )  # fmt: skip
-    made: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
+    tensor_shapes: Shapes = {
+        "model.embed_tokens.weight": (c["vocab_size"], h),
+        "model.norm.weight": (h,),
+    }
     streams, rows = (
         c.get("altup_num_inputs", 0),
         c.get("vocab_size_per_layer_input", c["vocab_size"]),
     )
     for name in ("altup_projections", "altup_unembed_projections"):
-        made |= {f"model.{name}.{j}.weight": (h, h) for j in range(streams - 1)}
+        tensor_shapes |= {f"model.{name}.{j}.weight": (h, h) for j in range(streams - 1)}
     f = f[0] if isinstance(f, list) else f
     if p:
-        made["model.embed_tokens_per_layer.weight"] = (rows, n * p)
-        made["model.per_layer_model_projection.weight"] = (n * p, h)
-        made["model.per_layer_projection_norm.weight"] = (p,)
+        tensor_shapes["model.embed_tokens_per_layer.weight"] = (rows, n * p)
+        tensor_shapes["model.per_layer_model_projection.weight"] = (n * p, h)
+        tensor_shapes["model.per_layer_projection_norm.weight"] = (p,)
     for i in range(n):
         (d, kv), q = sizes(c, i), c["num_attention_heads"]
         shared = i >= n - c.get("num_kv_shared_layers", 0)
-        wide = 2 * f if shared and c.get("use_double_wide_mlp") else f
+        ffn_width = 2 * f if shared and c.get("use_double_wide_mlp") else f
         norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm")  # fmt: skip
         block: Shapes = dict.fromkeys(norms, (h,))
@@ -117,18 +120,22 @@ def shapes(c: Config) -> Shapes:
         block |= {"self_attn.k_proj": (kv * d, h), "self_attn.k_norm": (d,)}
         if not c.get("attention_k_eq_v") or c["layer_types"][i] == SLIDING:
             block["self_attn.v_proj"] = (kv * d, h)
-        block |= {"mlp.gate_proj": (wide, h), "mlp.up_proj": (wide, h), "mlp.down_proj": (h, wide)}
+        block |= {
+            "mlp.gate_proj": (ffn_width, h),
+            "mlp.up_proj": (ffn_width, h),
+            "mlp.down_proj": (h, ffn_width),
+        }
         if p:
             block |= {"per_layer_input_gate": (p, h), "per_layer_projection": (h, p),
                       "post_per_layer_input_norm": (h,)}  # fmt: skip
-        bare: Shapes = {} if streams else {"layer_scalar": (1,)}
+        unsuffixed: Shapes = {} if streams else {"layer_scalar": (1,)}
         if streams:
             block |= {
                 "altup.correction_coefs": (streams, streams), "altup.prediction_coefs": (streams**2, streams),
                 "altup.modality_router": (streams, h), "altup.router_norm": (h,), "laurel.linear_left": (64, h),
                 "laurel.linear_right": (h, 64), "laurel.post_laurel_norm": (h,),
             }  # fmt: skip
-            bare["altup.correct_output_scale"] = (h,)
+            unsuffixed["altup.correct_output_scale"] = (h,)
         if streams and i == n - 1:  # transformers leaves out what nothing reads, others keep it
             block = {k: s for k, s in block.items() if k[:11] not in ("self_attn.k", "self_attn.v")}
         if e := c.get("num_experts"):
@@ -137,11 +144,11 @@ def shapes(c: Config) -> Shapes:
                 for name, n in (("post", 1), ("pre", 2), ("post", 2))
             }
             block["router.proj"], m = (e, h), c["moe_intermediate_size"]
-            bare |= {"router.scale": (h,), "router.per_expert_scale": (e,)}
-            bare |= {"experts.gate_up_proj": (e, 2 * m, h), "experts.down_proj": (e, h, m)}
-        made |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
-        made |= {f"model.layers.{i}.{name}": shape for name, shape in bare.items()}
-    return made
+            unsuffixed |= {"router.scale": (h,), "router.per_expert_scale": (e,)}
+            unsuffixed |= {"experts.gate_up_proj": (e, 2 * m, h), "experts.down_proj": (e, h, m)}
+        tensor_shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+        tensor_shapes |= {f"model.layers.{i}.{name}": shape for name, shape in unsuffixed.items()}
+    return tensor_shapes
 
 
 class Model:
@@ -151,13 +158,15 @@ class Model:
         self.c, self.tensors = c, tensors
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        found = dict(map(self.named, self.tensors))
+        tensors = dict(map(self.named, self.tensors))
         for name in ("altup_proj", "altup_unembd_proj"):
             parts = [
-                found.pop(f"{name}.{j}.weight") for j in range(3) if f"{name}.{j}.weight" in found
+                tensors.pop(f"{name}.{j}.weight")
+                for j in range(3)
+                if f"{name}.{j}.weight" in tensors
             ]
-            found |= {f"{name}.weight": np.stack(parts)} if parts else {}
-        model = numpy_models.Model(self.keys(), found, len(tokens))
+            tensors |= {f"{name}.weight": np.stack(parts)} if parts else {}
+        model = numpy_models.Model(self.keys(), tensors, len(tokens))
         return model.logits(tokens)
 
     def named(self, name: str) -> tuple[str, np.ndarray]:

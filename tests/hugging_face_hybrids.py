@@ -58,18 +58,21 @@ def inner(c: Config) -> int:
 
 def scan_shapes(c: Config) -> Shapes:
     wide, heads = inner(c) + 2 * c["mamba_n_groups"] * c["mamba_d_state"], c["mamba_n_heads"]
-    made: Shapes = {f"mamba.{name}": (heads,) for name in ("A_log", "D", "dt_bias")}
-    made |= {"mamba.conv1d.weight": (wide, 1, c["mamba_d_conv"]), "mamba.conv1d.bias": (wide,)}
-    made["mamba.in_proj.weight"] = (inner(c) + wide + heads, c["hidden_size"])
-    made["mamba.out_proj.weight"] = (c["hidden_size"], inner(c))
-    return made | ({} if "mamba_d_ssm" in c else {"mamba.norm.weight": (inner(c),)})
+    tensor_shapes: Shapes = {f"mamba.{name}": (heads,) for name in ("A_log", "D", "dt_bias")}
+    tensor_shapes |= {
+        "mamba.conv1d.weight": (wide, 1, c["mamba_d_conv"]),
+        "mamba.conv1d.bias": (wide,),
+    }
+    tensor_shapes["mamba.in_proj.weight"] = (inner(c) + wide + heads, c["hidden_size"])
+    tensor_shapes["mamba.out_proj.weight"] = (c["hidden_size"], inner(c))
+    return tensor_shapes | ({} if "mamba_d_ssm" in c else {"mamba.norm.weight": (inner(c),)})
 
 
 def mamba_shapes(c: Config) -> Shapes:
     """Of a Granite or a Falcon-H1."""
     width, falcon = c["hidden_size"], "mamba_d_ssm" in c
     d = c.get("head_dim", width // c["num_attention_heads"])
-    made: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], width)}
+    tensor_shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], width)}
     for i in range(c["num_hidden_layers"]):
         block = scan_shapes(c) if falcon or c["layer_types"][i] == "mamba" else {}
         if falcon or not block:
@@ -96,10 +99,10 @@ def mamba_shapes(c: Config) -> Shapes:
                 block["block_sparse_moe.router.layer.weight"] = (e, width)
                 block["block_sparse_moe.input_linear.weight"] = (e, 2 * f, width)
                 block["block_sparse_moe.output_linear.weight"] = (e, width, f)
-        made |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
+        tensor_shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
     if falcon:
-        made["lm_head.weight"] = (c["vocab_size"], width)
-    return made | {f"model.{'final_layernorm' if falcon else 'norm'}.weight": (width,)}
+        tensor_shapes["lm_head.weight"] = (c["vocab_size"], width)
+    return tensor_shapes | {f"model.{'final_layernorm' if falcon else 'norm'}.weight": (width,)}
 
 
 def attends(c: Config, i: int) -> bool:
@@ -121,7 +124,7 @@ def shapes(c: Config) -> Shapes:
     width, heads = c["hidden_size"], c["num_attention_heads"]
     d = width // heads
     kv = c["num_key_value_heads"] * d
-    made: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], width)}
+    tensor_shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], width)}
     for i in range(c["num_hidden_layers"]):
         block: Shapes = {"operator_norm": (width,), "ffn_norm": (width,)}
         if attends(c, i):
@@ -135,14 +138,14 @@ def shapes(c: Config) -> Shapes:
         places = {"feed_forward": wide(c)}
         if mixture:
             block["feed_forward.gate"] = (c["num_experts"], width)
-            made[f"model.layers.{i}.feed_forward.expert_bias"] = (c["num_experts"],)
+            tensor_shapes[f"model.layers.{i}.feed_forward.expert_bias"] = (c["num_experts"],)
             f = c["moe_intermediate_size"]
             places = {f"feed_forward.experts.{e}": f for e in range(c["num_experts"])}
         for at, f in places.items():
             block |= {f"{at}.w1": (f, width), f"{at}.w2": (width, f), f"{at}.w3": (f, width)}
-        made |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
-    made["model.embedding_norm.weight"] = (width,)
-    return made
+        tensor_shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+    tensor_shapes["model.embedding_norm.weight"] = (width,)
+    return tensor_shapes
 
 
 class Model:

@@ -31,25 +31,25 @@ VALIDATED = "val_loss", "val_error", "val_accuracy", "val_accuracy_error"
 
 def words(count: int = 12_000) -> str:
     """Text with something to learn: sentences of a small grammar."""
-    rng, made = random.Random(0), ""
+    rng, text = random.Random(0), ""
     parts = (
         ("The cat", "A dog", "One bird", "My friend"),
         ("saw", "ate", "likes", "hid"),
         ("fish", "the moon", "bread", "a song"),
     )
-    while len(made) < count:
-        made += " ".join(map(rng.choice, parts)) + rng.choice((". ", "! ", ".\n"))
-    return made
+    while len(text) < count:
+        text += " ".join(map(rng.choice, parts)) + rng.choice((". ", "! ", ".\n"))
+    return text
 
 
 def chats(count: int = 40) -> str:
     """Questions that have one answer each."""
     rng = random.Random(1)
     facts = {"sun": "hot", "ice": "cold", "night": "dark", "sea": "deep"}
-    asked = [rng.choice(sorted(facts)) for _ in range(count)]
+    questions = [rng.choice(sorted(facts)) for _ in range(count)]
     return "\n".join(
         json.dumps({"prompt": f"what is the {q}", "completion": f"the {q} is {facts[q]}"})
-        for q in asked
+        for q in questions
     )
 
 
@@ -87,8 +87,8 @@ def train_flags(folder: Path) -> list[str]:
 
 
 def tune_flags(folder: Path) -> list[str]:
-    few = ["--batch-size", "1", "--ctx", "64", "--lora-rank", "2", "--lora-dropout", "0.1"]
-    return ["finetune", str(folder / "base.gguf"), "--data", str(folder / "chats.jsonl"), *few]
+    options = ["--batch-size", "1", "--ctx", "64", "--lora-rank", "2", "--lora-dropout", "0.1"]
+    return ["finetune", str(folder / "base.gguf"), "--data", str(folder / "chats.jsonl"), *options]
 
 
 ALWAYS = ("{}.gguf", "{}.run/checkpoint.gguf")
@@ -102,10 +102,10 @@ def survive(folder: Path, kills: int, seed: int, made: Kind = KINDS["train"]) ->
     """Steps of a run that was killed so often and still equals one left alone; raises AssertionError if it does not."""
     made.prepare(folder)
     run(made.command(folder, "warm", 1))
-    began = time.monotonic()
+    start = time.monotonic()
     run(made.command(folder, "again", 1))
-    seconds = time.monotonic() - began
-    given = {path: path.read_bytes() for path in folder.glob("*.*") if path.is_file()}
+    seconds = time.monotonic() - start
+    input_files = {path: path.read_bytes() for path in folder.glob("*.*") if path.is_file()}
     rng, seen = random.Random(seed), folder / "killed.run/metrics.jsonl"
     for number in range(kills - kills // 5):
         life = begun(made.command(folder, "killed", ENDLESS))
@@ -126,12 +126,12 @@ def survive(folder: Path, kills: int, seed: int, made: Kind = KINDS["train"]) ->
         time.sleep(rng.uniform(0.3, 1) * seconds)
         finished = ended(life)
         run(made.command(folder, "alone", steps))
-        now = (folder / "killed.gguf").read_bytes()
+        current = (folder / "killed.gguf").read_bytes()
         new = [folder / f"{name}.gguf" for name in ("killed", "alone")]
-        assert (not finished and now == earlier) or equal(*new)
+        assert (not finished and current == earlier) or equal(*new)
     run(made.command(folder, "killed", steps))
     same(folder, made.results, but=VALIDATED)  # measured where a run has its end
-    assert all(path.read_bytes() == before for path, before in given.items())
+    assert all(path.read_bytes() == content for path, content in input_files.items())
     return int(steps)
 
 
@@ -150,9 +150,9 @@ def ended(life: "subprocess.Popen[str]") -> bool:
 
 def wait_for_more(path: Path, life: "subprocess.Popen[str]") -> None:
     """Return once a file has been written and is not empty, or the process is gone."""
-    before = path.stat().st_mtime_ns if path.exists() else None
+    previous_mtime = path.stat().st_mtime_ns if path.exists() else None
     while life.poll() is None:
-        if path.exists() and path.stat().st_size and path.stat().st_mtime_ns != before:
+        if path.exists() and path.stat().st_size and path.stat().st_mtime_ns != previous_mtime:
             return
         time.sleep(0.001)
 
@@ -167,15 +167,17 @@ def same(folder: Path, results: tuple[str, ...], but: Collection[str] = ()) -> N
     for name in results:
         assert equal(*(folder / name.format(run) for run in ("alone", "killed"))), name
     steps = (without_times(folder / f"{run}.run/metrics.jsonl") for run in ("alone", "killed"))
-    one, other = ([{k: v for k, v in r.items() if k not in but} for r in found] for found in steps)
-    assert one == other
+    reference, resumed = (
+        [{k: v for k, v in r.items() if k not in but} for r in records] for records in steps
+    )
+    assert reference == resumed
 
 
 def equal(*paths: Path) -> bool:
     """Whether two GGUF files have equal tensors."""
-    one, other = map(GGUF, paths)
-    return one.entries.keys() == other.entries.keys() and all(
-        one.array(name).tobytes() == other.array(name).tobytes() for name in one.entries
+    first, second = map(GGUF, paths)
+    return first.entries.keys() == second.entries.keys() and all(
+        first.array(name).tobytes() == second.array(name).tobytes() for name in first.entries
     )
 
 
@@ -192,10 +194,10 @@ def main() -> None:
     parser.add_argument("kind", nargs="?", choices=KINDS, default="train")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps = survive(Path(folder), given.kills, given.seed, KINDS[given.kind])
-    print(f"survived {given.kills} kills; {steps} steps, weights and metrics equal bit for bit")
+        steps = survive(Path(folder), args.kills, args.seed, KINDS[args.kind])
+    print(f"survived {args.kills} kills; {steps} steps, weights and metrics equal bit for bit")
 
 
 if __name__ == "__main__":

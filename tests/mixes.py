@@ -90,13 +90,13 @@ def given(mix: str, options: str) -> tuple[list[str], dict[str, Any]]:
 def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and sizes, in the order of the file."""
     matrix, stack = (ROWS, shape.width), (shape.experts,) if shape.experts else ()
-    some = "_exps" if stack else ""
+    suffix = "_exps" if stack else ""
     sizes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(["attn_qkv"] if shape.fused else ["attn_q", "attn_k", "attn_v"], matrix),
         **dict.fromkeys(["attn_output", *(["ffn_gate_inp"] if stack else [])], matrix),
         **dict.fromkeys(["attn_norm", "ffn_norm"], (shape.width,)),
-        **dict.fromkeys([f"ffn_gate{some}", f"ffn_up{some}"], (*stack, *matrix)),
-        f"ffn_down{some}": (*stack, ROWS, shape.ffn),
+        **dict.fromkeys([f"ffn_gate{suffix}", f"ffn_up{suffix}"], (*stack, *matrix)),
+        f"ffn_down{suffix}": (*stack, ROWS, shape.ffn),
     }
     yield "token_embd.weight", matrix
     for block in range(shape.blocks)[:: -1 if shape.reversed else 1]:
@@ -145,27 +145,27 @@ def write_weights(path: Path, model: GGUF) -> None:
 
 def load() -> dict[str, str]:
     """The types of a case's tensors in the order of the file, by `shape: mix options`."""
-    found: dict[str, str] = json.loads(gzip.decompress(RECORD.read_bytes()))
-    return found
+    recorded_types: dict[str, str] = json.loads(gzip.decompress(RECORD.read_bytes()))
+    return recorded_types
 
 
 def main() -> None:
-    program, found = sys.argv[1], {}
+    program, results = sys.argv[1], {}
     with tempfile.TemporaryDirectory() as folder:
-        model, made = Path(folder) / "given.gguf", Path(folder) / "made.gguf"
+        model, quantized = Path(folder) / "given.gguf", Path(folder) / "made.gguf"
         for shape, mix, options in cases():
             write_shape(model, SHAPES[shape])
             flags = [f.replace("WEIGHTS", f"{folder}/i.gguf") for f in given(mix, options)[0]]
             write_weights(Path(folder) / "i.gguf", GGUF(model))
-            command = [program, *flags, str(model), str(made), mix]
+            command = [program, *flags, str(model), str(quantized), mix]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{shape}, {mix}{options}: {done.stdout}{done.stderr}")
-            entries = GGUF(made).entries
+            entries = GGUF(quantized).entries
             types = [str(entries[name].dtype) for name in GGUF(model).entries]
-            found[f"{shape}: {mix}{options}"] = " ".join(types)
-    RECORD.write_bytes(gzip.compress(json.dumps(found).encode(), mtime=0))
-    print(f"{RECORD.name}: {len(found)} cases, {RECORD.stat().st_size:,} bytes")
+            results[f"{shape}: {mix}{options}"] = " ".join(types)
+    RECORD.write_bytes(gzip.compress(json.dumps(results).encode(), mtime=0))
+    print(f"{RECORD.name}: {len(results)} cases, {RECORD.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

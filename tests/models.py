@@ -28,12 +28,12 @@ NO_TARGET = -1
 
 def values(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights large enough that every block matters. RandomState's stream is frozen; so are these numbers."""
-    rng, made = np.random.RandomState(seed), {}
+    rng, weights = np.random.RandomState(seed), {}
     for name, leaf in transformer.weights(config).items():
         uniform = rng.random_sample(leaf.shape) * 2 - 1
         value = uniform * (3 / leaf.shape[-1]) ** 0.5 if len(leaf.shape) > 1 else 1 + 0.3 * uniform
-        made[name] = value.astype(np.float32)
-    return made
+        weights[name] = value.astype(np.float32)
+    return weights
 
 
 def batch(config: Config, rows: int, time: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -42,14 +42,14 @@ def batch(config: Config, rows: int, time: int, seed: int = 0) -> dict[str, np.n
     tokens = rng.randint(0, config.vocab_size, (rows, time + 1))
     targets = np.where(rng.random_sample((rows, time)) < 0.1, NO_TARGET, tokens[:, 1:])
     cut = rng.randint(1, time, (rows, 1)) if time > 1 else np.ones((rows, 1), int)
-    at = np.arange(time)[None]
+    positions = np.arange(time)[None]
     weights = (0.5 + rng.random_sample((rows, time))) / (rows * time)
     return {
         "tokens": tokens[:, :-1].astype(np.int32),
         "targets": targets.astype(np.int32),
         "weights": weights.astype(np.float32),
-        "pos": np.where(at < cut, at, at - cut).astype(np.int32),
-        "seq": (at >= cut).astype(np.int32),
+        "pos": np.where(positions < cut, positions, positions - cut).astype(np.int32),
+        "seq": (positions >= cut).astype(np.int32),
     }
 
 
@@ -58,11 +58,11 @@ def gradients(
 ) -> Graph:
     """Outputs `loss`, `losses` and `d/<name>` of every weight."""
     weights = transformer.weights(config)
-    made = transformer.loss(config, weights, rows, time, chunk=chunk)
-    kept = made.blocks if keep == "blocks" else None
-    found = differentiate(made.loss, list(weights.values()), kept)
-    by_name = {f"d/{w.name}": d for w, d in found.items()}
-    return Graph({"loss": made.loss, "losses": made.losses, **by_name})
+    built = transformer.loss(config, weights, rows, time, chunk=chunk)
+    checkpoints = built.blocks if keep == "blocks" else None
+    grads = differentiate(built.loss, list(weights.values()), checkpoints)
+    by_name = {f"d/{w.name}": d for w, d in grads.items()}
+    return Graph({"loss": built.loss, "losses": built.losses, **by_name})
 
 
 def steps(
@@ -77,17 +77,17 @@ def steps(
 ) -> Graph:
     """One training step with the outputs `loss` and `squares`."""
     weights = transformer.weights(config)
-    made = transformer.loss(config, weights, rows, time, chunk=chunk)
-    kept = made.blocks if keep == "blocks" else None
+    built = transformer.loss(config, weights, rows, time, chunk=chunk)
+    checkpoints = built.blocks if keep == "blocks" else None
     return training(
-        {"loss": made.loss}, list(weights.values()), optimizer, keep=kept, max_norm=max_norm
+        {"loss": built.loss}, list(weights.values()), optimizer, keep=checkpoints, max_norm=max_norm
     )
 
 
 def evaluation(config: Config, rows: int, time: int) -> Graph:
     """The outputs `loss` and `losses` alone."""
-    made = transformer.loss(config, transformer.weights(config), rows, time, chunk=16)
-    return Graph({"loss": made.loss, "losses": made.losses})
+    built = transformer.loss(config, transformer.weights(config), rows, time, chunk=16)
+    return Graph({"loss": built.loss, "losses": built.losses})
 
 
 def logits(config: Config, rows: int, time: int) -> Graph:

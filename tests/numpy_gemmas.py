@@ -25,17 +25,23 @@ class Gemma4:
         return int(self.keys["attention.shared_kv_layers"])
 
     def hidden(self, tokens: np.ndarray) -> np.ndarray:
-        m, w, own = self.m, self.w, self.keys["embedding_length_per_layer_input"]
+        m, w, embedding_width = self.m, self.w, self.keys["embedding_length_per_layer_input"]
         h = w["token_embd.weight"][tokens] * np.sqrt(m.width)
-        if own:
-            rows = w["per_layer_token_embd.weight"][tokens].reshape(len(h), self.blocks, own)
-            made = (h @ w["per_layer_model_proj.weight"].T / np.sqrt(m.width)).reshape(rows.shape)
-            inputs = (m.normed(made, "per_layer_proj_norm") + rows * np.sqrt(own)) / np.sqrt(2)
+        if embedding_width:
+            rows = w["per_layer_token_embd.weight"][tokens].reshape(
+                len(h), self.blocks, embedding_width
+            )
+            projected = (h @ w["per_layer_model_proj.weight"].T / np.sqrt(m.width)).reshape(
+                rows.shape
+            )
+            inputs = (
+                m.normed(projected, "per_layer_proj_norm") + rows * np.sqrt(embedding_width)
+            ) / np.sqrt(2)
         for i in range(self.blocks):
             y = self.attention(i, m.after(i, "attn_norm", h))
             h = h + m.after(i, "post_attention_norm", y)
             h = h + m.after(i, "post_ffw_norm", self.feed_forward(i, h))
-            if own:
+            if embedding_width:
                 y = gelu(m.linear(i, "inp_gate", h)) * inputs[:, i]
                 h = h + m.after(i, "post_norm", m.linear(i, "proj", y))
             h = h * w.get(f"blk.{i}.layer_output_scale.weight", 1.0)
@@ -46,36 +52,43 @@ class Gemma4:
         y = m.linear(i, "ffn_down", gelu(m.linear(i, "ffn_gate", x)) * m.linear(i, "ffn_up", x))
         if f"{at}.ffn_gate_inp.weight" not in self.w:
             return y
-        read = self.bare(h) / np.sqrt(m.width) * self.w[f"{at}.ffn_gate_inp.scale"]
-        p = np.exp(m.linear(i, "ffn_gate_inp", read))
-        own, z = m.after(i, "pre_ffw_norm_2", h), np.zeros_like(h)
+        router_input = self.bare(h) / np.sqrt(m.width) * self.w[f"{at}.ffn_gate_inp.scale"]
+        p = np.exp(m.linear(i, "ffn_gate_inp", router_input))
+        expert_input, z = m.after(i, "pre_ffw_norm_2", h), np.zeros_like(h)
         for t in range(len(h)):
             chosen = np.argsort(-p[t])[: self.keys["expert_used_count"]]
             for e in chosen:
                 gate, up = np.split(self.w[f"{at}.ffn_gate_up_exps.weight"][e], 2)
-                made = self.w[f"{at}.ffn_down_exps.weight"][e] @ (
-                    gelu(gate @ own[t]) * (up @ own[t])
+                expert_output = self.w[f"{at}.ffn_down_exps.weight"][e] @ (
+                    gelu(gate @ expert_input[t]) * (up @ expert_input[t])
                 )
-                z[t] += p[t, e] / p[t, chosen].sum() * made * self.w[f"{at}.ffn_down_exps.scale"][e]
+                z[t] += (
+                    p[t, e]
+                    / p[t, chosen].sum()
+                    * expert_output
+                    * self.w[f"{at}.ffn_down_exps.scale"][e]
+                )
         return m.after(i, "post_ffw_norm_1", y) + m.after(i, "post_ffw_norm_2", z)
 
     def bare(self, x: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.m.eps())
 
     def attention(self, i: int, x: np.ndarray) -> np.ndarray:
-        m, time, near = self.m, len(x), self.near(i)
-        d = self.keys.get("attention.key_length_swa", m.head) if near else m.head
+        m, time, is_local = self.m, len(x), self.near(i)
+        d = self.keys.get("attention.key_length_swa", m.head) if is_local else m.head
         q = m.after(i, "attn_q_norm", m.linear(i, "attn_q", x).reshape(time, -1, d))
-        own = self.blocks - self.shared()
-        if i < own:
+        num_unshared = self.blocks - self.shared()
+        if i < num_unshared:
             k = m.linear(i, "attn_k", x).reshape(time, -1, d)
             v = m.linear(i, "attn_v", x) if f"blk.{i}.attn_v.weight" in self.w else k
-            k = self.turned(near, m.after(i, "attn_k_norm", k))
+            k = self.turned(is_local, m.after(i, "attn_k_norm", k))
             self.made[i] = k, self.bare(v.reshape(k.shape))
-        k, v = self.made[i if i < own else own - 2 if near else own - 1]
-        q, shared = self.turned(near, q), q.shape[1] // k.shape[1]
-        ago = np.arange(time)[:, None] - np.arange(time)
-        hidden = (ago < 0) | (near & (ago >= self.keys["attention.sliding_window"]))
+        k, v = self.made[
+            i if i < num_unshared else num_unshared - 2 if is_local else num_unshared - 1
+        ]
+        q, shared = self.turned(is_local, q), q.shape[1] // k.shape[1]
+        distance = np.arange(time)[:, None] - np.arange(time)
+        hidden = (distance < 0) | (is_local & (distance >= self.keys["attention.sliding_window"]))
         y = np.empty_like(q)
         for head in range(q.shape[1]):
             scores = np.where(hidden, -np.inf, q[:, head] @ k[:, head // shared].T)
@@ -105,8 +118,8 @@ class Gemma3n(Gemma4):
         m, w, p = self.m, self.w, 256
         x = w["token_embd.weight"][tokens] * np.sqrt(m.width)
         rows = w["per_layer_token_embd.weight"][tokens].reshape(len(x), self.blocks, p)
-        made = (x @ w["per_layer_model_proj.weight"].T / np.sqrt(m.width)).reshape(rows.shape)
-        inputs = (m.normed(made, "per_layer_proj_norm") + rows * np.sqrt(p)) / np.sqrt(2)
+        projected = (x @ w["per_layer_model_proj.weight"].T / np.sqrt(m.width)).reshape(rows.shape)
+        inputs = (m.normed(projected, "per_layer_proj_norm") + rows * np.sqrt(p)) / np.sqrt(2)
         h = np.stack([x, *(sized(x @ a.T, x) for a in w["altup_proj.weight"])])
         for i in range(self.blocks):
             rates = m.linear(i, "altup_predict_coef", self.modes(i, h[0])).reshape(-1, 4, 4)
@@ -116,8 +129,8 @@ class Gemma3n(Gemma4):
             h = h + (y - h[0]) * rates.T[:, :, None]
             first = gelu(m.linear(i, "inp_gate", h[0] * w[f"blk.{i}.altup_correct_scale.weight"]))
             h[1:] += m.after(i, "post_norm", m.linear(i, "proj", first * inputs[:, i]))
-        others = zip(h[1:], w["altup_unembd_proj.weight"], strict=True)
-        mean = (h[0] + sum(sized(x @ a.T, h[0]) for x, a in others)) / 4
+        unembeddings = zip(h[1:], w["altup_unembd_proj.weight"], strict=True)
+        mean = (h[0] + sum(sized(x @ a.T, h[0]) for x, a in unembeddings)) / 4
         return m.normed(mean, "output_norm")
 
     def computed(self, i: int, h: np.ndarray) -> np.ndarray:
@@ -131,8 +144,8 @@ class Gemma3n(Gemma4):
         m, x = self.m, self.m.after(i, "ffn_norm", h)
         gate = m.linear(i, "ffn_gate", x)
         if i < 10:
-            least = gate.mean(-1) + 1.6448533535003662 * gate.std(-1, ddof=1)
-            gate = np.maximum(gate - least[:, None], 0)
+            cutoff = gate.mean(-1) + 1.6448533535003662 * gate.std(-1, ddof=1)
+            gate = np.maximum(gate - cutoff[:, None], 0)
         return m.linear(i, "ffn_down", gelu(gate) * m.linear(i, "ffn_up", x))
 
     def modes(self, i: int, x: np.ndarray) -> np.ndarray:

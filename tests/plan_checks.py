@@ -44,11 +44,11 @@ def check_case(seed: int) -> None:
     """Plans verify; reuse and work in place change no bit; the result is near the specification."""
     case = random_case(seed)
     placed = pt.place(case.graph)
-    made = plans(placed)
-    for plan in made.values():
+    variants = plans(placed)
+    for plan in variants.values():
         pt.verify(plan, placed)
-    got, want = (bits(case, placed, made[name]) for name in ("reuse", "no reuse"))
-    checks.same_bits(got, want, f"seed {seed}")
+    got, expected = (bits(case, placed, variants[name]) for name in ("reuse", "no reuse"))
+    checks.same_bits(got, expected, f"seed {seed}")
     checks.all_close(got, pt.interpret(case.graph, case.values), f"seed {seed} on cpu")
 
 
@@ -56,13 +56,13 @@ def check_poisoned(seed: int) -> None:
     """The bits alone: what reuse and work in place do wrong shows in a run, also if nobody verifies."""
     case = random_case(seed)
     placed = pt.place(case.graph)
-    apart = pt.Session().executor(placed, pt.make_plan(placed, reuse=False))
-    want = checks.execute(apart, case.values)
+    reference = pt.Session().executor(placed, pt.make_plan(placed, reuse=False))
+    expected = checks.execute(reference, case.values)
     try:
         got = bits(case, placed, pt.make_plan(placed))
     except IndexError as error:  # bytes of a mixture's routing: poison is no index
         raise AssertionError(f"seed {seed}: {error}") from None
-    checks.same_bits(got, want, f"seed {seed}")
+    checks.same_bits(got, expected, f"seed {seed}")
 
 
 def check_verified(seed: int) -> None:
@@ -78,15 +78,18 @@ def check_numpy(seed: int) -> None:
     placed = pt.place(case.graph, Target((backends.numpy,)))
     plan = pt.make_plan(placed)
     pt.verify(plan, placed)
-    want = pt.interpret(case.graph, case.values, np.float32)
-    checks.same_bits(bits(case, placed, plan), want, f"seed {seed} on numpy")
+    expected = pt.interpret(case.graph, case.values, np.float32)
+    checks.same_bits(bits(case, placed, plan), expected, f"seed {seed} on numpy")
 
 
 def check_recomputed(seed: int) -> None:
     """Recomputation changes no bit, and the backward pass reads no forward value that it was not to keep."""
-    case, whole = random_case(seed), random_case(seed, keep=False)
-    got, want = checks.run(case.graph, case.values), checks.run(whole.graph, whole.values)
-    checks.same_bits(got, want, f"seed {seed}, recomputed")
+    case, reference = random_case(seed), random_case(seed, keep=False)
+    got, expected = (
+        checks.run(case.graph, case.values),
+        checks.run(reference.graph, reference.values),
+    )
+    checks.same_bits(got, expected, f"seed {seed}, recomputed")
     if case.keep is None:
         return
     last = max((t.call.serial for t in case.keep if t.call), default=-1)
@@ -127,10 +130,14 @@ def check_spaces(seed: int) -> None:
     plan = pt.make_plan(placed)
     pt.verify(plan, placed)
     for step in placed.steps:
-        there = {t.label for t in step.reads if placed.home[t.base].space != step.backend.space}
-        assert not there or step.op is ops.cont, f"{step.op.name} reads {there} in another space"
-    want = checks.run(case.graph, case.values)
-    checks.same_bits(bits(case, placed, plan), want, f"seed {seed} with {sorted(homes)} far")
+        remote_reads = {
+            t.label for t in step.reads if placed.home[t.base].space != step.backend.space
+        }
+        assert not remote_reads or step.op is ops.cont, (
+            f"{step.op.name} reads {remote_reads} in another space"
+        )
+    expected = checks.run(case.graph, case.values)
+    checks.same_bits(bits(case, placed, plan), expected, f"seed {seed} with {sorted(homes)} far")
 
 
 def check_parts() -> None:
@@ -142,17 +149,17 @@ def check_parts() -> None:
     copied = [s.results[0].spec.nbytes for s in placed.steps if s.op is ops.cont]
     assert copied == [2 * 8 * 4] * 2, copied
     rng = np.random.default_rng(0)
-    given = {t.label: rng.random(t.shape, np.float32) for t in graph.leaves}
-    got = checks.execute(pt.Session().executor(placed), given)
-    checks.same_bits(got, checks.run(graph, given), "parts")
+    inputs = {t.label: rng.random(t.shape, np.float32) for t in graph.leaves}
+    got = checks.execute(pt.Session().executor(placed), inputs)
+    checks.same_bits(got, checks.run(graph, inputs), "parts")
 
 
 def sequence_of(graph: pt.Graph, rng: np.random.Generator) -> list[int]:
     """A random order of the calls that can run, with barriers at random."""
     needs, left, sequence = needed_before(graph), set(range(len(graph.calls))), list[int]()
     while left:
-        ready = [i for i in sorted(left) if left.isdisjoint(needs[i])]
-        sequence.append(ready[int(rng.integers(len(ready)))])
+        runnable = [i for i in sorted(left) if left.isdisjoint(needs[i])]
+        sequence.append(runnable[int(rng.integers(len(runnable)))])
         left.remove(sequence[-1])
         sequence += [BARRIER] * int(rng.integers(0, 2))
     return sequence
@@ -162,13 +169,13 @@ def check_sequence(seed: int) -> None:
     """Plans of a random sequence with barriers verify, where leaves are not written beside, and keep the bits."""
     case = random_case(seed)
     sequence = sequence_of(case.graph, np.random.default_rng(seed))
-    alone = [index for i in sequence if i != BARRIER for index in (i, BARRIER)]
-    want = checks.run(case.graph, case.values)
-    for order in (sequence, alone):
+    serialized = [index for i in sequence if i != BARRIER for index in (i, BARRIER)]
+    expected = checks.run(case.graph, case.values)
+    for order in (sequence, serialized):
         placed = pt.place(case.graph, sequence=order)
         for plan in plans(placed).values():
             verify_beside(plan, placed)
-            checks.same_bits(bits(case, placed, plan), want, f"seed {seed} in another order")
+            checks.same_bits(bits(case, placed, plan), expected, f"seed {seed} in another order")
 
 
 def check_sequences(seeds: Sequence[int]) -> None:
@@ -193,7 +200,7 @@ def verify_beside(plan: pt.Plan, placed: pt.Placed) -> None:
 def check_session(seeds: Sequence[int]) -> None:
     """Executors of one session share its arena and give what they give alone."""
     cases = [random_case(seed, prefix=f"{seed}.") for seed in seeds]
-    alone = [checks.run(case.graph, case.values) for case in cases]
+    references = [checks.run(case.graph, case.values) for case in cases]
     session = pt.Session()
     executors = [session.executor(pt.place(case.graph)) for case in cases]
     sizes = [e.plan.arena().nbytes for e in executors]
@@ -201,9 +208,9 @@ def check_session(seeds: Sequence[int]) -> None:
         "the arena is not as large as the largest plan"
     )
     for _ in range(2):
-        made = [checks.execute(e, case.values) for case, e in zip(cases, executors, strict=True)]
-        for got, want in zip(made, alone, strict=True):
-            checks.same_bits(got, want, f"seeds {seeds}, together")
+        outputs = [checks.execute(e, case.values) for case, e in zip(cases, executors, strict=True)]
+        for got, expected in zip(outputs, references, strict=True):
+            checks.same_bits(got, expected, f"seeds {seeds}, together")
 
 
 # ---- the verifier --------------------------------------------------------------------------------------------
@@ -216,8 +223,8 @@ def small(width: int = 32) -> pt.Placed:
     negative = pt.named("negative", ops.neg(exp))
     total = pt.named("total", ops.add(negative, x))
     dx, dw = ops.rms_norm_back(exp, total, w, eps=1e-5)
-    twice = pt.named("twice", ops.mul(pt.named("dx", dx), dx))
-    out = pt.named("out", ops.add(ops.transpose(twice), w))
+    product = pt.named("twice", ops.mul(pt.named("dx", dx), dx))
+    out = pt.named("out", ops.add(ops.transpose(product), w))
     return pt.place(pt.Graph({"out": out, "dw": pt.named("dw", dw)}))
 
 
@@ -229,10 +236,10 @@ def apart(placed: pt.Placed) -> Plan:
 def changed(plan: Plan, name: str, **fields: Any) -> Plan:
     """The plan with one buffer changed, in an arena that is large enough."""
     assert any(b.name == name for b in plan.buffers), name
-    made = tuple(replace(b, **fields) if b.name == name else b for b in plan.buffers)
-    top = max(b.offset + b.nbytes for b in made) + 64
+    buffers = tuple(replace(b, **fields) if b.name == name else b for b in plan.buffers)
+    top = max(b.offset + b.nbytes for b in buffers) + 64
     arenas = tuple(replace(a, nbytes=max(a.nbytes, top)) for a in plan.arenas)
-    return replace(plan, buffers=made, arenas=arenas)
+    return replace(plan, buffers=buffers, arenas=arenas)
 
 
 def moved(name: str, other: str, by: int = 0) -> Change:
@@ -333,9 +340,9 @@ def check_lower_bound() -> None:
     for seed in range(200):
         start, end, size = problem(seed, 24)
         alive = [int(size[(start <= t) & (t < end)].sum()) for t in range(int(end.max()))]
-        want = max(alive), alive.index(max(alive))
+        expected = max(alive), alive.index(max(alive))
         got = lower_bound(start, end, size)
-        assert got == want, f"problem {seed}: lower bound {got}, counted {want}"
+        assert got == expected, f"problem {seed}: lower bound {got}, counted {expected}"
 
 
 # (start, end, units of 64 bytes) in order of allocation, and the offset of the last one

@@ -64,9 +64,9 @@ class Pooled(Host):
 
 
 def check_counted() -> None:
-    there, x = Pooled("cpu", "there"), pt.input("x", (8,))
+    pooled, x = Pooled("cpu", "there"), pt.input("x", (8,))
     graph = pt.Graph({"y": pt.ops.silu(pt.ops.silu(x))})
-    plan = make_plan(place(graph, Target((there,))))
+    plan = make_plan(place(graph, Target((pooled,))))
     arena = plan.arena("there")
     assert arena.pool_nbytes == arena.outside == 2000
     assert plan.beyond({"there": arena.nbytes + 2000}) is None

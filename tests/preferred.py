@@ -30,17 +30,19 @@ def preference_base(path: Path) -> None:
 
 def preference_samples(folder: Path) -> list[dict[str, Any]]:
     """The pairs as TRL's collator takes them; the tokens after an answer are left out."""
-    made, path = [], folder / "pairs.jsonl"
+    samples, path = [], folder / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, PAIRS)))
     maker = Maker(
         Recipe(path, folder / "base.gguf", 512, pairs=True), GGUF(folder / "base.gguf").metadata
     )
     for record in Reader(Source(path)):
         assert isinstance(record, Pair)
-        chosen, rejected = (_parted(one.ids, one.weights) for one in maker.samples(record))
+        chosen, rejected = (_parted(sample.ids, sample.weights) for sample in maker.samples(record))
         assert chosen[0] == rejected[0]
-        made.append({"prompt_ids": chosen[0], "chosen_ids": chosen[1], "rejected_ids": rejected[1]})
-    return made
+        samples.append(
+            {"prompt_ids": chosen[0], "chosen_ids": chosen[1], "rejected_ids": rejected[1]}
+        )
+    return samples
 
 
 def _parted(ids: list[int], weights: list[int]) -> tuple[list[int], list[int]]:

@@ -56,9 +56,9 @@ class Writer:
 
     def weight(self, *shape: int) -> Tensor:
         """A new weight, or one that was used before."""
-        known = [w for w in self.weights if w.shape == shape]
-        if known and self.rng.random() < 0.5:
-            return self.choice(known)  # type: ignore[return-value]
+        reusable = [w for w in self.weights if w.shape == shape]
+        if reusable and self.rng.random() < 0.5:
+            return self.choice(reusable)  # type: ignore[return-value]
         return self.leaf(pt.weight, shape, shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
 
     def ids(self, count: int, below: int, *, distinct: bool = False) -> Tensor:
@@ -95,12 +95,12 @@ def elementwise(g: Writer, x: Tensor) -> list[Tensor]:
 
 
 def binary(g: Writer, x: Tensor) -> list[Tensor]:
-    alike = [t for t in g.pool if t.shape == x.shape]
-    other = g.weight(x.shape[-1]) if g.rng.random() < 0.4 else g.choice(alike)
+    same_shape = [t for t in g.pool if t.shape == x.shape]
+    other = g.weight(x.shape[-1]) if g.rng.random() < 0.4 else g.choice(same_shape)
     a, b = (x, other) if g.rng.random() < 0.5 else (other, x)
     function = (ops.add, ops.sub, ops.mul)[g.number(0, 3)]
-    made = function(a, b)  # type: ignore[arg-type]
-    return [ops.tanh(made) if function is ops.mul else made]
+    result = function(a, b)  # type: ignore[arg-type]
+    return [ops.tanh(result) if function is ops.mul else result]
 
 
 def product(g: Writer, x: Tensor) -> list[Tensor]:
@@ -108,15 +108,15 @@ def product(g: Writer, x: Tensor) -> list[Tensor]:
     if g.rng.random() < 0.3:
         return [ops.matmul(x, ops.transpose(g.weight(x.shape[1], width)))]
     y = ops.matmul(x, g.weight(width, x.shape[1]))
-    alike = [t for t in g.pool if t.shape == y.shape and t.dense]
-    return [ops.matmul(y, g.weight(width, width), g.choice(alike) if alike else y)]  # type: ignore[arg-type]
+    accumulators = [t for t in g.pool if t.shape == y.shape and t.dense]
+    return [ops.matmul(y, g.weight(width, width), g.choice(accumulators) if accumulators else y)]  # type: ignore[arg-type]
 
 
 def batched(g: Writer, x: Tensor) -> list[Tensor]:
     y = ops.rms_norm(x, eps=1e-5)
-    one = ops.reshape(y, shape=(1, *x.shape))
-    scores = ops.soft_max(ops.matmul(one, one), scale=x.shape[1] ** -0.5)
-    return [ops.reshape(ops.matmul(scores, ops.transpose(one)), shape=x.shape)]
+    batch = ops.reshape(y, shape=(1, *x.shape))
+    scores = ops.soft_max(ops.matmul(batch, batch), scale=x.shape[1] ** -0.5)
+    return [ops.reshape(ops.matmul(scores, ops.transpose(batch)), shape=x.shape)]
 
 
 def norm(g: Writer, x: Tensor) -> list[Tensor]:
@@ -141,9 +141,9 @@ def attend(g: Writer, x: Tensor) -> list[Tensor]:
     table = ops.rope_table(pt.constant("pos", np.arange(t), pt.i32), dims=d, base=1e4)
 
     def part(count: int, *, turn: bool) -> Tensor:
-        made = ops.reshape(ops.matmul(x, g.weight(count * d, x.shape[1])), shape=(t, count, d))
-        made = ops.rope(made, table, neox=bool(g.number(0, 2))) if turn else made
-        return ops.reshape(made, shape=(1, t, count, d))
+        heads_out = ops.reshape(ops.matmul(x, g.weight(count * d, x.shape[1])), shape=(t, count, d))
+        heads_out = ops.rope(heads_out, table, neox=bool(g.number(0, 2))) if turn else heads_out
+        return ops.reshape(heads_out, shape=(1, t, count, d))
 
     q, k, v = part(heads, turn=True), part(kv, turn=True), part(kv, turn=False)  # type: ignore[arg-type]
     y, _ = ops.attention(q, k, v, scale=d**-0.5)
@@ -155,13 +155,15 @@ def see(g: Writer, x: Tensor) -> list[Tensor]:
     t, c = x.shape
     start, length = g.number(0, t), g.number(1, t + 1)
     part = ops.narrow(x, axis=0, start=min(start, t - length), length=length)
-    left, right = (ops.narrow(part, axis=1, start=s, length=c // 2) for s in (0, c - c // 2))
-    turned = ops.transpose(part)
+    left_half, right_half = (
+        ops.narrow(part, axis=1, start=s, length=c // 2) for s in (0, c - c // 2)
+    )
+    transposed = ops.transpose(part)
     first = ops.reshape(ops.narrow(x, axis=0, start=0, length=1), shape=(c,))
     wide = ops.broadcast_to(first, shape=x.shape)
-    halves = ops.add(ops.tanh(left), ops.sigmoid(right))
-    made = [part, halves, turned, ops.cont(turned), wide, _square(x)]
-    return [t for t in made if t.spec.size] if c > 1 else [part]
+    halves = ops.add(ops.tanh(left_half), ops.sigmoid(right_half))
+    views = [part, halves, transposed, ops.cont(transposed), wide, _square(x)]
+    return [t for t in views if t.spec.size] if c > 1 else [part]
 
 
 def _square(x: Tensor) -> Tensor:
@@ -196,7 +198,7 @@ def windows(g: Writer, x: Tensor) -> list[Tensor]:
     pooled = ops.pool_2d(picture, largest=largest, window=(1, wide))
     mixed = ops.silu(ops.reshape(folded, shape=(2 * t, c)))
     rows, seq = ops.reshape(picture, shape=(1, t, c)), ops.reshape(g.ids(t, 3), shape=(1, t))
-    along = ops.short_conv(rows, g.weight(c, 3), seq)
+    convolved = ops.short_conv(rows, g.weight(c, 3), seq)
     states = ops.concat([rows, ops.tanh(rows), ops.tanh(rows)], axis=2)
     steps, decays = ops.sigmoid(g.weight(1, t, 1)), ops.neg(ops.sigmoid(g.weight(1)))
     scanned = ops.ssm_scan(states, steps, decays, g.weight(1), seq, groups=1, width=c)
@@ -204,7 +206,7 @@ def windows(g: Writer, x: Tensor) -> list[Tensor]:
     return [
         mixed,
         ops.reshape(ruled, shape=(t, c)),
-        ops.reshape(along, shape=(t, c)),
+        ops.reshape(convolved, shape=(t, c)),
         ops.scale(ops.reshape(scanned, shape=(t, c)), by=1 / c),
         ops.reshape(columns, shape=(t, 3 * c)),
         ops.reshape(pooled, shape=(t, c // wide)),
@@ -265,25 +267,25 @@ def random_case(
     for _ in range(g.number(3, 13)):
         g.pool += MOVES[g.number(0, len(MOVES))](g, g.matrix())
     loss = _loss(g)
-    kept = [*(t for t in g.pool if g.rng.random() < 0.25), *g.before]
+    kept_values = [*(t for t in g.pool if g.rng.random() < 0.25), *g.before]
     recompute = g.rng.random() < 0.8
     outputs = {"loss": loss} | {f"value {i}": t for i, t in enumerate(g.pool) if g.rng.random() < 0.15}  # fmt: skip
-    keeping = kept if keep and recompute else None
+    keeping = kept_values if keep and recompute else None
     style = style or STYLES[g.number(0, len(STYLES))]
     return Case(_with_gradients(g, style, loss, outputs, keeping), g.values, keeping)
 
 
 def _loss(g: Writer) -> Tensor:
-    ends = [g.pool[1], g.pool[-1], *(t for t in g.pool[2:-1] if g.rng.random() < 0.4)]
-    parts = [ops.scale(ops.sum(ops.sqr(t)), by=1 / t.spec.size) for t in ends]
+    loss_inputs = [g.pool[1], g.pool[-1], *(t for t in g.pool[2:-1] if g.rng.random() < 0.4)]
+    parts = [ops.scale(ops.sum(ops.sqr(t)), by=1 / t.spec.size) for t in loss_inputs]
     if g.rng.random() < 0.5:
         x, classes = g.matrix(), 11
         targets = g.ids(x.shape[0], classes)
         weights = pt.constant("mean", np.full(x.shape[0], 1 / x.shape[0]))
         head = g.weight(classes, x.shape[1])
         by_chunks = ops.linear_cross_entropy(x, head, targets, weights, chunk=2)[0]
-        whole = ops.cross_entropy(ops.matmul(x, head), targets, weights)[0]
-        parts.append(by_chunks if g.rng.random() < 0.5 else whole)
+        full_loss = ops.cross_entropy(ops.matmul(x, head), targets, weights)[0]
+        parts.append(by_chunks if g.rng.random() < 0.5 else full_loss)
     total = parts[0]
     for part in parts[1:]:
         total = ops.add(total, part)
@@ -293,17 +295,17 @@ def _loss(g: Writer) -> Tensor:
 def _with_gradients(
     g: Writer, style: str, loss: Tensor, outputs: dict[str, Tensor], keep: list[Tensor] | None
 ) -> pt.Graph:
-    reached = {leaf for leaf in pt.Graph([loss]).leaves if leaf.kind == "weight"}
-    wrt = [w for w in g.weights if w in reached]
+    reachable_weights = {leaf for leaf in pt.Graph([loss]).leaves if leaf.kind == "weight"}
+    wrt = [w for w in g.weights if w in reachable_weights]
     wrt = [w for w in wrt if g.rng.random() < 0.8] or wrt
-    read = {t.handle.base for t in outputs.values()}
+    output_bases = {t.handle.base for t in outputs.values()}
     if style == "none":
         return pt.Graph(outputs, g.handles)
     if style == "outputs":
-        made = pt.differentiate(loss, wrt, keep)
-        return pt.Graph(outputs | {f"d/{w.label}": d for w, d in made.items()}, g.handles)
+        gradients = pt.differentiate(loss, wrt, keep)
+        return pt.Graph(outputs | {f"d/{w.label}": d for w, d in gradients.items()}, g.handles)
     hyper = pt.constant("adamw", ADAMW)
-    updated = [w for w in wrt if w not in read]
+    updated = [w for w in wrt if w not in output_bases]
     if style == "updates":
 
         def update(w: Tensor, d: Tensor) -> None:
@@ -313,13 +315,13 @@ def _with_gradients(
 
         pt.differentiate(loss, wrt, keep, sink=update)
         return pt.Graph(outputs, g.handles)
-    made, squares = pt.differentiate(loss, wrt, keep), None
-    for d in made.values():
+    gradients, squares = pt.differentiate(loss, wrt, keep), None
+    for d in gradients.values():
         squares = ops.sum_squares(d, squares)
     assert squares is not None
     gate = ops.clip_gate(squares, max_norm=1.0)
     for w in updated:
-        g.handles.extend(_update(g, w, made[w], hyper, gate))
+        g.handles.extend(_update(g, w, gradients[w], hyper, gate))
     return pt.Graph(outputs | {"squares": squares}, g.handles)
 
 

@@ -21,9 +21,9 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Arg
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, sub in action.choices.items():
-                inner = list(parsers(sub))
-                yield from ((f"{name} {own}", each) for own, each in inner)
-                if not inner:
+                subparsers = list(parsers(sub))
+                yield from ((f"{name} {sub_name}", subparser) for sub_name, subparser in subparsers)
+                if not subparsers:
                     yield name, sub
 
 

@@ -15,16 +15,16 @@ REQUEST = Request(AdamW(), Rates(1e11, 1e10))
 
 def fresh(form: StepShape) -> Chain:
     """A chain that knows nothing yet, whose calls take no memory, for that is more than these tensors take."""
-    found = chain(form, REQUEST)
-    found.call_nbytes = 0
-    return found
+    new_chain = chain(form, REQUEST)
+    new_chain.call_nbytes = 0
+    return new_chain
 
 
 def check_alone(form: StepShape) -> None:
     """Ways to run a block that are measured in one chain take what each takes in a chain of its own."""
-    together, alone = fresh(form).block, fresh(form).block
-    alone.together = 1
-    ways = together.ways[::9]
-    for block in (together, alone):
-        block.measure(ways)
-    assert together.options[::9] == alone.options[::9]
+    together, separate = fresh(form).block, fresh(form).block
+    separate.together = 1
+    modes = together.ways[::9]
+    for block in (together, separate):
+        block.measure(modes)
+    assert together.options[::9] == separate.options[::9]

@@ -54,10 +54,10 @@ def spread(seed: int, late: bool) -> tuple[pt.Graph, dict[str, np.ndarray], Plac
     case = random_case(seed)
     written = {t.base for t in case.graph.updates}
     rng = np.random.default_rng(seed)
-    every = [backends.cpu, *(Streamed("cpu", name, late=late) for name in ("left", "right"))]
+    all_backends = [backends.cpu, *(Streamed("cpu", name, late=late) for name in ("left", "right"))]
     movable = [t for t in case.graph.leaves if t not in written and t.kind != "constant"]
-    homes = {leaf.label: every[int(rng.integers(3))] for leaf in movable}
-    return case.graph, case.values, pt.place(case.graph, Target(tuple(every), homes))
+    homes = {leaf.label: all_backends[int(rng.integers(3))] for leaf in movable}
+    return case.graph, case.values, pt.place(case.graph, Target(tuple(all_backends), homes))
 
 
 def check_bits(seed: int, late: bool) -> None:
@@ -67,8 +67,8 @@ def check_bits(seed: int, late: bool) -> None:
         run = pt.Session().executor(placed, plan)
         with pt.debug("poison"):
             got = [checks.execute(run, values) for _ in range(2)]
-        for one in got:
-            checks.same_bits(one, checks.run(graph, values), f"seed {seed}")
+        for output in got:
+            checks.same_bits(output, checks.run(graph, values), f"seed {seed}")
         assert not WAITING
 
 
@@ -89,7 +89,7 @@ def check_verified() -> None:
         _, _, placed = spread(seed, True)
         pt.verify(pt.make_plan(placed), placed)
         at = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is BEGIN}
-        ends = [(at[s.reads[0]], i) for i, s in enumerate(placed.steps) if s.op is ARRIVE]
-        assert len(at) == len(ends) == len(placed.copies)
-        between += sum(end - begin - 1 for begin, end in ends)
+        intervals = [(at[s.reads[0]], i) for i, s in enumerate(placed.steps) if s.op is ARRIVE]
+        assert len(at) == len(intervals) == len(placed.copies)
+        between += sum(end - begin - 1 for begin, end in intervals)
     assert between > 80, between

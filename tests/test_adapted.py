@@ -39,14 +39,14 @@ def check_beside(name: str, folder: Path) -> None:
     """Logits of two adapters beside a model are those of the merged file, and far from those of the model alone."""
     random_model(folder / "base.gguf", name)
     base = open_model(folder / "base.gguf")
-    one, other = (random_adapter(folder / f"{i}.gguf", base, seed=i) for i in range(2))
-    given = (f"{one}:0.75", f"{other}:-0.5")
-    merge.run(Merge(folder / "base.gguf", given, folder / "merged.gguf"))
-    beside = adapted(base, read_scaled(given, base.gguf))
-    assert (EMBEDDING + ".lora_a" in beside.added) == (not base.config.tied)
-    got, wanted = logits(beside), logits(open_model(folder / "merged.gguf"))
-    np.testing.assert_allclose(got, wanted, atol=1e-4 * np.abs(wanted).max())
-    assert np.abs(got - logits(base)).max() > 0.1 * np.abs(wanted).max()
+    first_lora, second_lora = (random_adapter(folder / f"{i}.gguf", base, seed=i) for i in range(2))
+    lora_specs = (f"{first_lora}:0.75", f"{second_lora}:-0.5")
+    merge.run(Merge(folder / "base.gguf", lora_specs, folder / "merged.gguf"))
+    adapted_model = adapted(base, read_scaled(lora_specs, base.gguf))
+    assert (EMBEDDING + ".lora_a" in adapted_model.added) == (not base.config.tied)
+    got, expected = logits(adapted_model), logits(open_model(folder / "merged.gguf"))
+    np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max())
+    assert np.abs(got - logits(base)).max() > 0.1 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,10 @@ def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
     [("llama experts", "ffn_gate_inp"), ("llama experts", "ffn_up_exps"), ("phi3", "attn_k")],
 )
 def test_an_addition_that_is_left_out_is_seen(name, without, tmp_path, monkeypatch):
-    whole = Block.low
-    monkeypatch.setattr(Block, "low", lambda part, n: None if n == without else whole(part, n))
+    original_low = Block.low
+    monkeypatch.setattr(
+        Block, "low", lambda part, n: None if n == without else original_low(part, n)
+    )
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_beside(name, tmp_path)
 
@@ -88,22 +90,22 @@ def test_files_of_adapters_have_the_factors_of_experts(tmp_path: Path) -> None:
     write(tmp_path / "base.gguf", gguf.values, arrays)
     base = open_model(tmp_path / "base.gguf")
     path = random_adapter(tmp_path / "a.gguf", base)
-    (made, _), *_ = read_scaled((path,), base.gguf)
-    b, stored = made.pairs[name][1], GGUF(path).array(f"{name}.lora_b")
+    (adapter, _), *_ = read_scaled((path,), base.gguf)
+    b, stored = adapter.pairs[name][1], GGUF(path).array(f"{name}.lora_b")
     assert not b[2].any() and b[1].any()
     np.testing.assert_allclose(stored, b * factors[:, None, None], rtol=1e-6)
     router = "blk.1.ffn_gate_inp.weight"
-    np.testing.assert_array_equal(made.pairs[router][1], GGUF(path).array(f"{router}.lora_b"))
+    np.testing.assert_array_equal(adapter.pairs[router][1], GGUF(path).array(f"{router}.lora_b"))
 
 
 def test_what_llama_cpp_leaves_out_beside_is_known(tmp_path: Path) -> None:
-    found = {}
+    unsupported = {}
     for name in ("llama", "deepseek2 lite"):
         random_model(tmp_path / "base.gguf", name)
         base = open_model(tmp_path / "base.gguf")
-        (made, _), *_ = read_scaled((random_adapter(tmp_path / "a.gguf", base),), base.gguf)
-        found[name] = merged_only(made)
-    assert found == {
+        (adapter, _), *_ = read_scaled((random_adapter(tmp_path / "a.gguf", base),), base.gguf)
+        unsupported[name] = merged_only(adapter)
+    assert unsupported == {
         "llama": [],
         "deepseek2 lite": ["attn_q", "attn_kv_a_mqa", "attn_k_b", "attn_v_b"],
     }
@@ -116,10 +118,10 @@ def test_generate_and_eval_take_adapters(tmp_path: Path, cache: None, capsys: Ca
     merge.run(Merge(tmp_path / "base.gguf", (lora,), tmp_path / "merged.gguf"))
     capsys.readouterr()
     said = []
-    for model, given in (("base", ()), ("base", (lora,)), ("merged", ())):
+    for model, adapters in (("base", ()), ("base", (lora,)), ("merged", ())):
         file = tmp_path / f"{model}.gguf"
-        generate.run(Generate(file, prompt="the", n_predict=8, temp=0.0, lora=given))
-        evaluate.run(Evaluate((file,), tmp_path / "t.txt", ctx=32, lora=given))
+        generate.run(Generate(file, prompt="the", n_predict=8, temp=0.0, lora=adapters))
+        evaluate.run(Evaluate((file,), tmp_path / "t.txt", ctx=32, lora=adapters))
         said.append(capsys.readouterr().out.partition("perplexity")[0])
     assert said[0] != said[1] == said[2]
 
@@ -149,17 +151,17 @@ def test_each_sequence_has_its_own_scales(tmp_path):
     read = read_scaled(paths, file.gguf)
     chosen = [(0.0, 0.0), (1.0, 0.0), (0.5, -2.0)]
     tokens = [1, 40, 41, 42]
-    want = []
+    expected = []
     for scales in chosen:
         fixed = adapted(
             file, [(adapter, by) for (adapter, _), by in zip(read, scales, strict=True) if by]
         )
-        want.append(Context(fixed, cells=64, cache="f32").decode(tokens)[0])
+        expected.append(Context(fixed, cells=64, cache="f32").decode(tokens)[0])
     context = Context(adapted(file, read, by_token=True), cells=64, sequences=3, cache="f32")
     context.adapters.set(range(3), chosen)
     got = context.decode(tokens * 3, [seq for seq in range(3) for _ in tokens])
-    assert not np.allclose(want[0], want[1], atol=1e-3)
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+    assert not np.allclose(expected[0], expected[1], atol=1e-3)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
     state = context.save([2])
     context.adapters.set([0], [(0, 0)])
     context.restore(state, [0])

@@ -28,9 +28,13 @@ def base_file(path: Path, **tensors: np.ndarray) -> GGUF:
         "general.name": Value("string", "the base"),
         "tokenizer.ggml.tokens": Value("string", ["a", "b"]),
     }
-    given = {"blk.0.attn_q.weight": normal(OUT, WIDTH), "token_embd.weight": normal(8, WIDTH)}
-    named = {name.replace("__", "."): array for name, array in tensors.items()}
-    write(path, metadata, {**given, **named, "output_norm.weight": np.ones(WIDTH, np.float32)})
+    defaults = {"blk.0.attn_q.weight": normal(OUT, WIDTH), "token_embd.weight": normal(8, WIDTH)}
+    extra_tensors = {name.replace("__", "."): array for name, array in tensors.items()}
+    write(
+        path,
+        metadata,
+        {**defaults, **extra_tensors, "output_norm.weight": np.ones(WIDTH, np.float32)},
+    )
     return GGUF(path)
 
 
@@ -40,13 +44,13 @@ def an_adapter(**changes: tuple[np.ndarray, np.ndarray]) -> Adapter:
 
 
 def test_an_adapter_is_read_as_it_was_written(tmp_path: Path):
-    made = an_adapter()
-    write_adapter(tmp_path / "a.gguf", made, "mine")
-    found = read_adapter(tmp_path / "a.gguf")
-    assert (found.architecture, found.alpha) == ("llama", 8.0)
-    for name, pair in made.pairs.items():
-        for one, other in zip(pair, found.pairs[name], strict=True):
-            np.testing.assert_array_equal(one, other)
+    adapter = an_adapter()
+    write_adapter(tmp_path / "a.gguf", adapter, "mine")
+    loaded = read_adapter(tmp_path / "a.gguf")
+    assert (loaded.architecture, loaded.alpha) == ("llama", 8.0)
+    for name, pair in adapter.pairs.items():
+        for expected, actual in zip(pair, loaded.pairs[name], strict=True):
+            np.testing.assert_array_equal(expected, actual)
     metadata = GGUF(tmp_path / "a.gguf").metadata
     assert (metadata["general.type"], metadata["adapter.type"]) == ("adapter", "lora")
 
@@ -61,11 +65,16 @@ def test_an_adapter_is_read_as_it_was_written(tmp_path: Path):
 )
 def test_rows_are_rows_of_the_whole_addition(name, a, b, dense):
     pair = normal(*a), normal(*b)
-    made = Adapter("llama", 6.0, {name: pair})
-    whole = 6.0 / RANK * dense(*(half.astype(np.float64) for half in pair))
-    for start, stop in ((0, len(whole)), (1, 3), (4, 7), (len(whole) - 1, len(whole))):
-        got = made.rows(name, start, stop)
-        np.testing.assert_allclose(got, whole[start:stop], rtol=1e-5, atol=1e-5)
+    adapter = Adapter("llama", 6.0, {name: pair})
+    full_delta = 6.0 / RANK * dense(*(half.astype(np.float64) for half in pair))
+    for start, stop in (
+        (0, len(full_delta)),
+        (1, 3),
+        (4, 7),
+        (len(full_delta) - 1, len(full_delta)),
+    ):
+        got = adapter.rows(name, start, stop)
+        np.testing.assert_allclose(got, full_delta[start:stop], rtol=1e-5, atol=1e-5)
 
 
 def test_without_alpha_the_scale_is_one():
@@ -74,18 +83,18 @@ def test_without_alpha_the_scale_is_one():
 
 def test_merging_changes_what_it_names_and_nothing_else(tmp_path: Path):
     base = base_file(tmp_path / "base.gguf")
-    one, other = an_adapter(), an_adapter()
+    adapter_a, adapter_b = an_adapter(), an_adapter()
     write_changed(
-        tmp_path / "m.gguf", base, merged(base, [(one, 1.0), (other, -0.5)]), name="tuned"
+        tmp_path / "m.gguf", base, merged(base, [(adapter_a, 1.0), (adapter_b, -0.5)]), name="tuned"
     )
     result, name = GGUF(tmp_path / "m.gguf"), "blk.0.attn_q.weight"
-    wanted = base.array(name).astype(np.float64)
-    for adapter, by in ((one, 1.0), (other, -0.5)):
+    expected = base.array(name).astype(np.float64)
+    for adapter, by in ((adapter_a, 1.0), (adapter_b, -0.5)):
         a, b = adapter.pairs[name]
-        wanted = wanted + by * 2.0 * (b.astype(np.float64) @ a)
-    np.testing.assert_allclose(result.array(name), wanted, rtol=1e-5, atol=1e-5)
-    for same in ("token_embd.weight", "output_norm.weight"):
-        assert result.array(same).tobytes() == base.array(same).tobytes()
+        expected = expected + by * 2.0 * (b.astype(np.float64) @ a)
+    np.testing.assert_allclose(result.array(name), expected, rtol=1e-5, atol=1e-5)
+    for unchanged_name in ("token_embd.weight", "output_norm.weight"):
+        assert result.array(unchanged_name).tobytes() == base.array(unchanged_name).tobytes()
     assert result.metadata["general.name"] == "tuned"
     assert result.metadata["general.base_model.0.name"] == "the base"
     assert result.metadata["tokenizer.ggml.tokens"] == base.metadata["tokenizer.ggml.tokens"]
@@ -99,13 +108,13 @@ def test_a_merged_matrix_keeps_its_type(tmp_path: Path, stored: str):
     write_changed(tmp_path / "m.gguf", base, merged(base, [(adapter, 1.0)]), name="m")
     result, name = GGUF(tmp_path / "m.gguf"), "blk.0.ffn_up.weight"
     assert result.entries[name].dtype is DTYPES[stored]
-    wanted = dequantize(base.array(name)) + adapter.rows(name, 0, OUT)
-    again = dequantize(quantize(wanted, DTYPES[stored]))
-    np.testing.assert_array_equal(dequantize(result.array(name)), again)
+    expected = dequantize(base.array(name)) + adapter.rows(name, 0, OUT)
+    requantized = dequantize(quantize(expected, DTYPES[stored]))
+    np.testing.assert_array_equal(dequantize(result.array(name)), requantized)
     write_changed(
         tmp_path / "f.gguf", base, merged(base, [(adapter, 1.0)]), name="m", dtype=DTYPES["f32"]
     )
-    np.testing.assert_array_equal(GGUF(tmp_path / "f.gguf").array(name), wanted)
+    np.testing.assert_array_equal(GGUF(tmp_path / "f.gguf").array(name), expected)
 
 
 def test_a_scale_of_zero_gives_the_base(tmp_path: Path):

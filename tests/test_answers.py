@@ -41,8 +41,8 @@ def test_each_answer_is_what_its_seed_gives_alone(stops: tuple[str, ...]):
     answers = Answers(context(cells), tokenizer(), PROMPT, WIDE, SEEDS, limits)
     pieces = [*answers]
     for number, (seed, answer) in enumerate(zip(SEEDS, answers.every, strict=True)):
-        ids, text, ended = alone(seed, limits, cells)
-        assert (answer.ids, answer.text, answer.ended) == (ids, text, ended)
+        ids, text, end_reason = alone(seed, limits, cells)
+        assert (answer.ids, answer.text, answer.ended) == (ids, text, end_reason)
         assert "".join(piece for n, piece in pieces if n == number) == text
     assert [n for n, _ in pieces] == sorted(n for n, _ in pieces)
     assert len({tuple(answer.ids) for answer in answers.every}) == 3
@@ -50,10 +50,10 @@ def test_each_answer_is_what_its_seed_gives_alone(stops: tuple[str, ...]):
 
 
 def test_the_prompt_is_read_once_and_shared():
-    made = context(90)
-    answers = Answers(made, tokenizer(), PROMPT, WIDE, SEEDS, Limits(1))
+    ctx = context(90)
+    answers = Answers(ctx, tokenizer(), PROMPT, WIDE, SEEDS, Limits(1))
     assert [*answers]
-    assert np.count_nonzero(made.pools.all.sets) == len(PROMPT)
+    assert np.count_nonzero(ctx.pools.all.sets) == len(PROMPT)
 
 
 def test_a_full_context_ends_all():
@@ -65,34 +65,43 @@ def test_a_full_context_ends_all():
 
 def test_no_tokens_and_texts_as_long_as_the_context():
     none = Answers(context(64), tokenizer(), PROMPT, WIDE, SEEDS, Limits(0))
-    assert not "".join(text for _, text in none) and not any(one.ids for one in none.every)
-    assert {one.ended for one in none.every} == {"count"}
+    assert not "".join(text for _, text in none) and not any(answer.ids for answer in none.every)
+    assert {answer.ended for answer in none.every} == {"count"}
     full = Answers(context(200), tokenizer(), PROMPT, WIDE, SEEDS, Limits(), size=20)
     assert [*full]
-    for one in full.every:
-        assert one.ended == "end" or (len(PROMPT) + len(one.ids) == 21 and one.ended == "context")
+    for answer in full.every:
+        assert answer.ended == "end" or (
+            len(PROMPT) + len(answer.ids) == 21 and answer.ended == "context"
+        )
 
 
 def test_each_answer_may_be_as_long_as_the_context_of_the_model(tmp_path: Path):
     config = random_model(tmp_path / "a.gguf", "llama")
-    how = {"logit_bias": ("2-inf",), "seed": 1}
-    given = Generate(tmp_path / "a.gguf", prompt="the", n_predict=10**6, parallel=3, **how)
-    done = generate(given, Events())
-    alone = generate(replace(given, parallel=1), Events())
-    for one in (done, *done.others):
-        assert one.ended == "context" and len(one.ids) == len(alone.ids) > config.context_length / 2
+    options = {"logit_bias": ("2-inf",), "seed": 1}
+    settings = Generate(tmp_path / "a.gguf", prompt="the", n_predict=10**6, parallel=3, **options)
+    done = generate(settings, Events())
+    single = generate(replace(settings, parallel=1), Events())
+    for answer in (done, *done.others):
+        assert (
+            answer.ended == "context"
+            and len(answer.ids) == len(single.ids) > config.context_length / 2
+        )
 
 
 def test_the_command_writes_them_one_after_the_other(tmp_path: Path):
     random_model(tmp_path / "a.gguf", "llama")
     pieces = list[str]()
     events = type("Heard", (Events,), {"text": lambda self, piece: pieces.append(piece)})()
-    given = Generate(tmp_path / "a.gguf", prompt="the", n_predict=12, seed=5, temp=1.0, parallel=3)
-    done = generate(given, events)
-    every = (done, *done.others)
-    single = [generate(replace(given, parallel=1, seed=5 + n), Events()) for n in range(3)]
-    assert [one.text for one in every] == [one.text for one in single]
-    want = "\n\n".join(f"--- {n}, seed {4 + n} ---\n{one.text}" for n, one in enumerate(every, 1))
-    assert "".join(pieces) == want
+    settings = Generate(
+        tmp_path / "a.gguf", prompt="the", n_predict=12, seed=5, temp=1.0, parallel=3
+    )
+    done = generate(settings, events)
+    answers = (done, *done.others)
+    single = [generate(replace(settings, parallel=1, seed=5 + n), Events()) for n in range(3)]
+    assert [answer.text for answer in answers] == [answer.text for answer in single]
+    expected = "\n\n".join(
+        f"--- {n}, seed {4 + n} ---\n{answer.text}" for n, answer in enumerate(answers, 1)
+    )
+    assert "".join(pieces) == expected
     with pytest.raises(InputError, match="--parallel writes tokens of all answers together"):
-        generate(replace(given, draft_lookup=True), Events())
+        generate(replace(settings, draft_lookup=True), Events())

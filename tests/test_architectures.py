@@ -66,10 +66,10 @@ def places(tokens: np.ndarray) -> dict[str, np.ndarray]:
 def forward(config: Config, weights: Mapping[str, np.ndarray], exact: bool = True) -> np.ndarray:
     """Logits (T, V) of TOKENS: by the specification in float64, or on the cpu."""
     graph = logits(config, 1, TIME)
-    given, fed = used(graph, weights), places(TOKENS)
+    leaf_values, fed = used(graph, weights), places(TOKENS)
     if exact:
-        return interpret(graph, given | fed)["logits"][0]
-    return bind(graph, given)(fed)["logits"][0]
+        return interpret(graph, leaf_values | fed)["logits"][0]
+    return bind(graph, leaf_values)(fed)["logits"][0]
 
 
 @cache
@@ -110,18 +110,18 @@ def rewritten(path: Path, to: Path, weights: dict[str, np.ndarray]) -> None:
     for key, value in file.values.items():
         if key == "general.architecture":
             continue
-        several = isinstance(value.value, list | np.ndarray)
+        is_array = isinstance(value.value, list | np.ndarray)
         kind = gguf.GGUFValueType[
             {"f32": "FLOAT32", "u32": "UINT32", "i32": "INT32"}.get(value.kind, value.kind.upper())
         ]
-        given = [*value.value] if several else value.value
-        given = (
-            [one.item() if isinstance(one, np.generic) else one for one in given]
-            if several
-            else given
+        items = [*value.value] if is_array else value.value
+        items = (
+            [item.item() if isinstance(item, np.generic) else item for item in items]
+            if is_array
+            else items
         )
         writer.add_key_value(
-            key, given, gguf.GGUFValueType.ARRAY if several else kind, kind if several else None
+            key, items, gguf.GGUFValueType.ARRAY if is_array else kind, kind if is_array else None
         )
     for name, entry in file.entries.items():
         kind = kinds[str(entry.dtype).upper()]
@@ -150,15 +150,15 @@ def test_a_file_by_another_writer_is_the_same_model(tmp_path: Path, name: str, m
             main(["quantize", str(tmp_path / "F32.gguf"), str(tmp_path / f"{mix}.gguf"), mix]) == 0
         )
     rewritten(tmp_path / f"{mix}.gguf", tmp_path / "theirs.gguf", random_weights(config))
-    ours, theirs = (open_model(tmp_path / f"{by}.gguf") for by in (mix, "theirs"))
-    assert theirs.config == ours.config == config
-    assert theirs.gguf.entries.keys() == ours.gguf.entries.keys()
-    for at, entry in ours.gguf.entries.items():
-        assert (theirs.gguf.entries[at].dtype, theirs.gguf.entries[at].shape) == (
+    our_model, their_model = (open_model(tmp_path / f"{by}.gguf") for by in (mix, "theirs"))
+    assert their_model.config == our_model.config == config
+    assert their_model.gguf.entries.keys() == our_model.gguf.entries.keys()
+    for at, entry in our_model.gguf.entries.items():
+        assert (their_model.gguf.entries[at].dtype, their_model.gguf.entries[at].shape) == (
             entry.dtype,
             entry.shape,
         )
-        assert theirs.gguf.array(at).tobytes() == ours.gguf.array(at).tobytes()
+        assert their_model.gguf.array(at).tobytes() == our_model.gguf.array(at).tobytes()
 
 
 @pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
@@ -167,19 +167,19 @@ def test_the_gradient_of_the_loss(name: str, flash: bool) -> None:
     """Against central differences in float64; the cpu's against those of the specification."""
     config, weights = replace(CONFIGS[name], flash=flash), random_weights(CONFIGS[name])
     leaves = transformer.weights(config)
-    made = transformer.loss(config, leaves, 2, 12, chunk=16)
+    loss_graph = transformer.loss(config, leaves, 2, 12, chunk=16)
     trained = [leaf for leaf in leaves.values() if leaf.role != "table"]
-    found = differentiate(made.loss, trained, made.blocks)
-    graph = Graph({"loss": made.loss, **{f"d/{w.label}": d for w, d in found.items()}})
-    given, fed = used(graph, weights), batch(config, 2, 12)
-    exact = interpret(graph, given | fed)
+    gradients = differentiate(loss_graph.loss, trained, loss_graph.blocks)
+    graph = Graph({"loss": loss_graph.loss, **{f"d/{w.label}": d for w, d in gradients.items()}})
+    leaf_values, fed = used(graph, weights), batch(config, 2, 12)
+    reference = interpret(graph, leaf_values | fed)
     rng = np.random.default_rng(7)
     step = STEP.get(config.architecture, 1.0)
-    way = {leaf.label: step * rng.standard_normal(leaf.shape) for leaf in trained}
-    measured = slope(Graph({"loss": made.loss}), given | fed, way)
-    is_slope(measured, {n: exact[f"d/{n}"] * d for n, d in way.items()}, name)
-    got = bind(graph, given)(fed)
-    assert max(apart(got[n], exact[n]) for n in got) <= F32
+    direction = {leaf.label: step * rng.standard_normal(leaf.shape) for leaf in trained}
+    measured = slope(Graph({"loss": loss_graph.loss}), leaf_values | fed, direction)
+    is_slope(measured, {n: reference[f"d/{n}"] * d for n, d in direction.items()}, name)
+    actual = bind(graph, leaf_values)(fed)
+    assert max(apart(actual[n], reference[n]) for n in actual) <= F32
 
 
 @pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
@@ -190,8 +190,8 @@ def test_cached_generation_gives_the_logits_of_the_full_forward(name: str, flash
     states = Cells(2) if config.scan else None
     leaves = transformer.weights(config)
     for start, size in ((0, 24), (24, 8), *((at, 1) for at in range(32, TIME))):
-        made, handles = generation(config, leaves, size, Cache(TIME), size)
-        graph = Graph([made], handles)
+        logits, handles = generation(config, leaves, size, Cache(TIME), size)
+        graph = Graph([logits], handles)
         if not parts:
             run = bind(graph, used(graph, random_weights(config)))
         elif size != parts[-1].shape[0]:
@@ -207,20 +207,20 @@ def test_chunks_that_end_within_a_text(flash: bool) -> None:
     """Files mean chunks of 8,192 tokens, whatever they say."""
     config, weights = replace(CONFIGS["llama4"], window=9), random_weights(CONFIGS["llama4"])
     keys = {key: value.value for key, value in metadata(config, "random").items()}
-    want = Model(keys, weights, TIME).logits(TOKENS)
+    expected = Model(keys, weights, TIME).logits(TOKENS)
     config = replace(config, flash=flash)
-    assert np.abs(forward(config, weights) - want).max() <= F64
-    assert np.abs(forward(config, weights, exact=False) - want).max() <= F32
-    whole = replace(CONFIGS["llama4"], flash=flash)
-    assert np.abs(forward(whole, weights) - want).max() >= SEEN
-    cells, (made, handles) = (
+    assert np.abs(forward(config, weights) - expected).max() <= F64
+    assert np.abs(forward(config, weights, exact=False) - expected).max() <= F32
+    full_config = replace(CONFIGS["llama4"], flash=flash)
+    assert np.abs(forward(full_config, weights) - expected).max() >= SEEN
+    cells, (logits, handles) = (
         Cells(TIME),
         generation(config, transformer.weights(config), TIME, Cache(TIME), TIME),
     )
     rows = np.arange(TIME, dtype=np.int32)
-    run = bind(Graph([made], handles), used(Graph([made], handles), weights))
-    got = run(cells.feed(TOKENS, 0 * rows, rows, flash=flash))["logits"]
-    assert np.abs(got - want).max() <= F32
+    run = bind(Graph([logits], handles), used(Graph([logits], handles), weights))
+    actual = run(cells.feed(TOKENS, 0 * rows, rows, flash=flash))["logits"]
+    assert np.abs(actual - expected).max() <= F32
 
 
 # ---- wrong
@@ -405,17 +405,17 @@ def test_a_wrong_setting_is_seen(name: str, field: str) -> None:
 
 def test_what_llama_cpp_takes_where_a_file_says_nothing(tmp_path: Path) -> None:
     """gemma2 has a window and caps without keys, gemma3 a base of its own for blocks with a window."""
-    for name, gone, want in (
+    for name, removed_keys, expected in (
         ("gemma2", ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
          {"window": 4096, "attention_softcap": 50.0, "final_softcap": 30.0}),
         ("gemma3", ("rope.freq_base_swa", "attention.sliding_window"), {"window": 0, "rope_freq_base_swa": 1e4}),
     ):  # fmt: skip
         config, path = CONFIGS[name], tmp_path / "m.gguf"
         keys = metadata(config, "random") | vocabulary()
-        for key in gone:
+        for key in removed_keys:
             del keys[f"{config.architecture}.{key}"]
         write(path, keys, random_weights(config))
-        assert open_model(path).config == replace(config, **want)
+        assert open_model(path).config == replace(config, **expected)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -455,15 +455,15 @@ def test_a_granite_whose_blocks_all_attend_may_have_keys_of_scans(tmp_path: Path
     """llama.cpp's converter writes them for Granite 4's dense models, and a number of heads for each block."""
     config, path = CONFIGS["granite"], tmp_path / "m.gguf"
     keys = metadata(config, "random") | vocabulary()
-    each = {"attention.head_count_kv": [config.head_count_kv] * config.block_count}
-    keys |= {f"granite.{key}": Value("i32", value) for key, value in each.items()}
-    more = {
+    per_block = {"attention.head_count_kv": [config.head_count_kv] * config.block_count}
+    keys |= {f"granite.{key}": Value("i32", value) for key, value in per_block.items()}
+    scan_keys = {
         "expert_shared_feed_forward_length": 96,
         "expert_count": 0,
         "expert_used_count": 0,
         "ssm.state_size": 128,
     }
-    keys |= {f"granite.{key}": Value("u32", value) for key, value in more.items()}
+    keys |= {f"granite.{key}": Value("u32", value) for key, value in scan_keys.items()}
     write(path, keys, random_weights(config))
     assert open_model(path).config == config
     keys["granite.attention.head_count_kv"] = Value("i32", [2, 1])

@@ -66,19 +66,19 @@ def test_small_additions_are_kept_on_average(dtype: Dtype) -> None:
         return dequantize(stored_rows(w, ones, (by * sizes).astype(np.float32), 1.0, 0)) - before
 
     inside = (moved(4.0) > 0) & (moved(-4.0) < 0)  # neither the least nor the largest of a group
-    wanted = np.broadcast_to(0.08 * sizes, before.shape)[inside].mean()
+    expected = np.broadcast_to(0.08 * sizes, before.shape)[inside].mean()
     assert inside.mean() > 0.3
-    assert moved(0.08)[inside].mean() == pytest.approx(wanted, rel=0.2)
-    assert moved(-0.08)[inside].mean() == pytest.approx(-wanted, rel=0.2)
+    assert moved(0.08)[inside].mean() == pytest.approx(expected, rel=0.2)
+    assert moved(-0.08)[inside].mean() == pytest.approx(-expected, rel=0.2)
 
 
 @pytest.mark.parametrize("dtype", RECODABLE, ids=str)
 def test_rows_are_the_same_alone_and_together(dtype: Dtype) -> None:
     w, a, b = given(dtype)
-    whole = stored_rows(w, a, b, 0.01, 0)
+    all_rows = stored_rows(w, a, b, 0.01, 0)
     parts = [stored_rows(w[i : i + 7], a, b[i : i + 7], 0.01, i) for i in range(0, ROWS, 7)]
-    assert np.array_equal(whole, np.concatenate(parts))
-    assert not np.array_equal(whole[1:], stored_rows(w[1:], a, b[1:], 0.01, 0))
+    assert np.array_equal(all_rows, np.concatenate(parts))
+    assert not np.array_equal(all_rows[1:], stored_rows(w[1:], a, b[1:], 0.01, 0))
 
 
 def test_gradients_are_those_of_the_exact_sum() -> None:
@@ -90,15 +90,15 @@ def test_gradients_are_those_of_the_exact_sum() -> None:
     weighting = pt.constant("weighting", rng.standard_normal((2, 3, ROWS)).astype(np.float32))
 
     def gradients(y: pt.Tensor) -> dict[str, np.ndarray]:
-        found = differentiate(ops.sum(ops.mul(y, weighting)), leaves)
-        return interpret(Graph({t.label: d for t, d in found.items()}), values)
+        grads = differentiate(ops.sum(ops.mul(y, weighting)), leaves)
+        return interpret(Graph({t.label: d for t, d in grads.items()}), values)
 
     both = ops.stored_sum(packed, leaves[1], leaves[2], by=0.5)
     got = gradients(ops.matmul_stored(x, both, leaves[1], leaves[2], by=0.5))
-    low = ops.scale(ops.matmul(x, leaves[1]), by=0.5)
-    wanted = gradients(ops.matmul(low, leaves[2], ops.matmul(x, packed)))
+    low_rank = ops.scale(ops.matmul(x, leaves[1]), by=0.5)
+    expected = gradients(ops.matmul(low_rank, leaves[2], ops.matmul(x, packed)))
     for name in ("a", "b"):
-        np.testing.assert_allclose(got[name], wanted[name], rtol=1e-9)
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-9)
     sum_of_both = interpret(Graph({"w": ops.cast(both)}), values)["w"]
     dx = weighting.value.astype(float) @ sum_of_both
     np.testing.assert_allclose(got["x"], dx, rtol=1e-6, atol=1e-6)
@@ -110,8 +110,8 @@ def test_the_sum_is_written_again_for_the_backward_pass() -> None:
     leaves = [pt.weight("a", a.shape), pt.weight("b", b.shape)]
     both = ops.stored_sum(packed, *leaves, by=1.0)
     y = ops.matmul_stored(x, both, *leaves, by=1.0)
-    found = differentiate(ops.sum(ops.sqr(y)), [x, *leaves])
-    calls = Graph({t.label: d for t, d in found.items()}).calls
+    grads = differentiate(ops.sum(ops.sqr(y)), [x, *leaves])
+    calls = Graph({t.label: d for t, d in grads.items()}).calls
     assert sum(call.op is ops.stored_sum for call in calls) == 2
 
 
@@ -120,24 +120,32 @@ def test_the_sum_is_written_again_for_the_backward_pass() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("aware")
+    directory = tmp_path_factory.mktemp("aware")
     rng = random.Random(1)
     words = [rng.choice(("sun", "ice", "sea", "sky")) for _ in range(60)]
     lines = [{"prompt": f"say {w}", "completion": " ".join([w] * 3)} for w in words]
-    (made / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (directory / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for name in ("phi3", "llama tied"):
-        random_model(made / "f32.gguf", name)
-        target = made / f"{name}.gguf"
-        assert main(["quantize", str(made / "f32.gguf"), str(target), "Q4_K_M"]) == 0
-    assert main(["quantize", str(made / "f32.gguf"), str(made / "iq3.gguf"), "IQ3_S"]) == 0
-    random_model(made / "experts.gguf", "llama experts")
-    return made
+        random_model(directory / "f32.gguf", name)
+        target = directory / f"{name}.gguf"
+        assert main(["quantize", str(directory / "f32.gguf"), str(target), "Q4_K_M"]) == 0
+    assert (
+        main(["quantize", str(directory / "f32.gguf"), str(directory / "iq3.gguf"), "IQ3_S"]) == 0
+    )
+    random_model(directory / "experts.gguf", "llama experts")
+    return directory
 
 
 def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
-    usual = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
-    given = [str(folder / f"{base}.gguf"), "--data", str(folder / "data.jsonl"), "-o", str(output)]
-    return main(["finetune", *given, *usual, "--iters", "12", "--aware", *more])
+    common_flags = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
+    io_flags = [
+        str(folder / f"{base}.gguf"),
+        "--data",
+        str(folder / "data.jsonl"),
+        "-o",
+        str(output),
+    ]
+    return main(["finetune", *io_flags, *common_flags, "--iters", "12", "--aware", *more])
 
 
 @pytest.mark.parametrize("base", ["phi3", "llama tied"])
@@ -157,9 +165,9 @@ def test_the_file_is_what_was_trained(base, folder, tmp_path, capsys):
     changed = [n for n in before.entries if not np.array_equal(before.array(n), after.array(n))]
     assert changed and all(n.startswith("blk.") for n in changed)
     # the adapter alone is merged in the same way
-    again, adapter = tmp_path / "again.gguf", tmp_path / "tuned.run/adapter.gguf"
-    assert main(["merge", str(folder / f"{base}.gguf"), str(adapter), "-o", str(again)]) == 0
-    both = GGUF(again)
+    merged_path, adapter = tmp_path / "again.gguf", tmp_path / "tuned.run/adapter.gguf"
+    assert main(["merge", str(folder / f"{base}.gguf"), str(adapter), "-o", str(merged_path)]) == 0
+    both = GGUF(merged_path)
     assert all(np.array_equal(both.array(n), after.array(n)) for n in after.entries)
 
 
@@ -189,8 +197,8 @@ def test_a_step_sees_what_is_stored(folder, tmp_path):
     merged = pt.constant("m", stored_rows(w, a, b, 1.0, 0), base.types()[name])
     got = run(Graph({"y": y, "z": ops.matmul(x, merged)}), {"x": rng.standard_normal(x.shape)})
     assert np.abs(got["y"] - got["z"]).max() <= 1e-4 * np.abs(got["z"]).max()
-    plain = run(Graph({"y": ops.matmul(x, leaf)}), {"x": rng.standard_normal(x.shape)})
-    assert np.abs(got["y"] - plain["y"]).max() > 1e-2
+    base_output = run(Graph({"y": ops.matmul(x, leaf)}), {"x": rng.standard_normal(x.shape)})
+    assert np.abs(got["y"] - base_output["y"]).max() > 1e-2
 
 
 def test_a_plan_holds_few_stored_matrices_at_a_time(folder):

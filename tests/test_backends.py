@@ -201,11 +201,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("far")
     source = Path(packtrain.__file__).parent
     shutil.copytree(source, folder / "packtrain", ignore=shutil.ignore_patterns("__pycache__"))
-    there = folder / "packtrain/engine/backends"
-    (there / "far.py").write_text(FAR)
-    listed, old = (there / "__init__.py").read_text(), 'DEVICES = {"cpu": "host",'
+    backends_dir = folder / "packtrain/engine/backends"
+    (backends_dir / "far.py").write_text(FAR)
+    listed, old = (backends_dir / "__init__.py").read_text(), 'DEVICES = {"cpu": "host",'
     assert listed.count(old) == 1
-    (there / "__init__.py").write_text(listed.replace(old, f'{old} "far": "far",'))
+    (backends_dir / "__init__.py").write_text(listed.replace(old, f'{old} "far": "far",'))
     words = "bal cem dis hor fin gut"
     (folder / "text.txt").write_text(
         "\n".join(f"{words} {i % 17} {words[: i % 20]}" for i in range(200))
@@ -277,13 +277,13 @@ assert told["spaces"]["far"]["limit"] == most >= told["spaces"]["far"]["bytes"],
 assert done.losses == losses("cpu/m.run")
 same("cpu", "less", "m.gguf")
 """
-    whole = int(
+    full_nbytes = int(
         run(
             folder,
             "print(pt.plan(pt.train, 'text.txt', device='far', **SMALL).plans.nbytes_in('far'))",
         )
     )
-    limit = whole - 20_000
+    limit = full_nbytes - 20_000
     run(folder, script.replace("{limit}", str(limit)), FAR_NBYTES=str(limit))
     refused = """
 try:

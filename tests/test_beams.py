@@ -50,10 +50,10 @@ def context(config: Config, width: int, cells: int = 64, ring: int = 0) -> Conte
 def found(
     config: Config, prompt: Sequence[int], search: Search, count: int, ring: int = 0, **how: object
 ) -> list[Beam]:
-    made = context(config, search.width, ring=ring)
+    ctx = context(config, search.width, ring=ring)
     for seq in range(search.width):
-        made.remove(seq)
-    return Beams(made, Letters(), prompt, search, Limits(count, **how)).run()  # type: ignore[arg-type]
+        ctx.remove(seq)
+    return Beams(ctx, Letters(), prompt, search, Limits(count, **how)).run()  # type: ignore[arg-type]
 
 
 @lru_cache
@@ -65,8 +65,8 @@ def forward(config: Config, time: int) -> Callable[[dict[str, np.ndarray]], Mapp
 def after(config: Config, text: tuple[int, ...]) -> np.ndarray:
     """Log-probabilities of the token after a text, by a forward pass over all of it."""
     at = np.arange(len(text), dtype=np.int32)[None]
-    given = {"tokens": np.array([text], np.int32), "pos": at, "seq": np.zeros_like(at)}
-    return log_probabilities(forward(config, len(text))(given)["logits"].reshape(len(text), -1)[-1])
+    batch = {"tokens": np.array([text], np.int32), "pos": at, "seq": np.zeros_like(at)}
+    return log_probabilities(forward(config, len(text))(batch)["logits"].reshape(len(text), -1)[-1])
 
 
 def total(config: Config, prompt: tuple[int, ...], ids: Sequence[int]) -> float:
@@ -75,9 +75,9 @@ def total(config: Config, prompt: tuple[int, ...], ids: Sequence[int]) -> float:
 
 def every(config: Config, count: int) -> Iterator[tuple[int, ...]]:
     """All texts of `count` tokens, and all that end earlier."""
-    others = [id for id in range(config.vocab_size) if id != END]
+    non_end_ids = [id for id in range(config.vocab_size) if id != END]
     for length in range(1, count + 1):
-        for begin in product(others, repeat=length - 1):
+        for begin in product(non_end_ids, repeat=length - 1):
             yield from (
                 (*begin, id) for id in range(config.vocab_size) if length == count or id == END
             )
@@ -91,33 +91,35 @@ def test_a_search_wide_enough_finds_the_best_of_all_texts(
 ):
     width = TINY.vocab_size ** (count - 1)  # for two tokens, the vocabulary
     scores = {ids: total(TINY, prompt, ids) / len(ids) ** penalty for ids in every(TINY, count)}
-    want = sorted(scores, key=lambda ids: -scores[ids])[:4]
+    expected = sorted(scores, key=lambda ids: -scores[ids])[:4]
     got = found(TINY, prompt, Search(width, 4, penalty), count)
-    assert [beam.ids for beam in got] == want
+    assert [beam.ids for beam in got] == expected
     assert [beam.score(penalty) for beam in got] == pytest.approx(
-        [scores[ids] for ids in want], rel=1e-5
+        [scores[ids] for ids in expected], rel=1e-5
     )
-    assert [beam.ended for beam in got] == ["end" if ids[-1] == END else "count" for ids in want]
+    assert [beam.ended for beam in got] == [
+        "end" if ids[-1] == END else "count" for ids in expected
+    ]
 
 
 def plain(
     config: Config, prompt: tuple[int, ...], search: Search, count: int
 ) -> list[tuple[int, ...]]:
     """The search over full forward passes, which never ends early."""
-    going, ended = [((), 0.0)], list[tuple[float, tuple[int, ...]]]()
+    live_beams, finished = [((), 0.0)], list[tuple[float, tuple[int, ...]]]()
     for _ in range(count):
         longer = [
             ((*ids, id), sum + value)
-            for ids, sum in going
+            for ids, sum in live_beams
             for id, value in enumerate(after(config, (*prompt, *ids)))
         ]
-        longer.sort(key=lambda one: -one[1])
+        longer.sort(key=lambda beam: -beam[1])
         for ids, sum in longer[: search.width]:
             if ids[-1] == END:
-                ended.append((sum / len(ids) ** search.penalty, ids))
-        going = [one for one in longer if one[0][-1] != END][: search.width]
-    ended += [(sum / count**search.penalty, ids) for ids, sum in going]
-    return [ids for _, ids in sorted(ended, key=lambda one: -one[0])[: search.wanted]]
+                finished.append((sum / len(ids) ** search.penalty, ids))
+        live_beams = [beam for beam in longer if beam[0][-1] != END][: search.width]
+    finished += [(sum / count**search.penalty, ids) for ids, sum in live_beams]
+    return [ids for _, ids in sorted(finished, key=lambda beam: -beam[0])[: search.wanted]]
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0])
@@ -134,11 +136,11 @@ def test_it_finds_what_full_forward_passes_find(
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5])
 def test_the_search_ends_when_nothing_better_can_come(penalty: float):
-    made, prompt, search = context(TINY, 4, ring=0), (1, 3), Search(4, 2, penalty)
+    ctx, prompt, search = context(TINY, 4, ring=0), (1, 3), Search(4, 2, penalty)
     got = found(TINY, prompt, search, 14)
     assert [beam.ids for beam in got] == plain(TINY, prompt, search, 14)
     assert {beam.ended for beam in got} == {"end"}
-    assert max(made.next(seq) for seq in range(4)) < len(prompt) + 13
+    assert max(ctx.next(seq) for seq in range(4)) < len(prompt) + 13
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -150,21 +152,21 @@ def test_one_beam_is_greedy(seed: int):
         return Context.within(KNOWN, cache, sizes, runs)
 
     for penalty in (0.0, 1.0):
-        made = Beams(fresh(), tokenizer(), PROMPT, Search(1, penalty=penalty), Limits(40))
-        (beam,) = made.run()
+        beams = Beams(fresh(), tokenizer(), PROMPT, Search(1, penalty=penalty), Limits(40))
+        (beam,) = beams.run()
         reply = Reply(Generator(fresh()), tokenizer(), PROMPT, Sampling(temp=0), 0, Limits(40))
-        assert "".join(reply) == made.text(beam)
+        assert "".join(reply) == beams.text(beam)
         assert (beam.ids[: len(reply.ids)], beam.ended) == (tuple(reply.ids), reply.ended)
 
 
 def test_beams_share_cells_and_none_is_copied(monkeypatch: pytest.MonkeyPatch):
-    made = context(CONFIG, 6, ring=0)
+    ctx = context(CONFIG, 6, ring=0)
     monkeypatch.setattr(Context, "_move", lambda self, moves: pytest.fail() if moves else None)
     prompt, count = tuple(range(10, 22)), 9
     found(CONFIG, prompt, Search(6), count)
-    texts = [tuple(made.tokens(seq)) for seq in range(6) if made.next(seq)]
+    texts = [tuple(ctx.tokens(seq)) for seq in range(6) if ctx.next(seq)]
     beginnings = {text[:n] for text in texts for n in range(1, len(text) + 1)}
-    used = np.count_nonzero(made.pools.all.sets)
+    used = np.count_nonzero(ctx.pools.all.sets)
     assert len(texts) == 6
     assert used == len(beginnings) < sum(map(len, texts))
     assert all(text[: len(prompt)] == prompt for text in texts)
@@ -174,18 +176,18 @@ def test_a_stop_text_ends_a_beam_and_a_bias_forbids_a_token():
     prompt, search = (1, 4, 3), Search(3, 1, 0.0)
     (free,) = found(CONFIG, prompt, search, 6)
     stop = chr(48 + free.ids[1])
-    limits, many = Limits(6, (stop,)), replace(search, wanted=20)
-    made = Beams(context(CONFIG, 3, ring=0), Letters(), prompt, many, limits)  # type: ignore[arg-type]
-    stopped = [beam for beam in made.run() if beam.ended == "stop"]
+    limits, wide_search = Limits(6, (stop,)), replace(search, wanted=20)
+    beams = Beams(context(CONFIG, 3, ring=0), Letters(), prompt, wide_search, limits)  # type: ignore[arg-type]
+    stopped = [beam for beam in beams.run() if beam.ended == "stop"]
     assert free.ids[:2] in {beam.ids for beam in stopped}
-    assert not any(stop in made.text(beam) for beam in stopped)
+    assert not any(stop in beams.text(beam) for beam in stopped)
     banned = found(CONFIG, prompt, replace(search, bias={free.ids[0]: -np.inf}), 6)
     assert free.ids[0] not in banned[0].ids
 
 
 def test_a_full_context_and_an_interruption_end_all():
-    made = context(CONFIG, 4)
-    beams = Beams(made, Letters(), [9] * 20, Search(4, 2, 5.0), Limits())  # type: ignore[arg-type]
+    ctx = context(CONFIG, 4)
+    beams = Beams(ctx, Letters(), [9] * 20, Search(4, 2, 5.0), Limits())  # type: ignore[arg-type]
     got = beams.run()
     assert {beam.ended for beam in got} <= {"context", "end"} and len(got) == 2
     stopped = found(CONFIG, (1, 2), Search(4), 50, interrupted=lambda: True)
@@ -208,9 +210,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_prints_the_best(path: Path, capsys: pytest.CaptureFixture[str]):
-    given = Generate(path, prompt="the cat", n_predict=6, num_beams=4, parallel=3)
-    best = generate(given, Events())
-    scores = [one.score for one in (best, *best.others)]
+    settings = Generate(path, prompt="the cat", n_predict=6, num_beams=4, parallel=3)
+    best = generate(settings, Events())
+    scores = [answer.score for answer in (best, *best.others)]
     assert len(scores) == 3 and scores == sorted(scores, reverse=True)
     command = ["generate", str(path), "-p", "the cat", "-n", "6", "--beams", "4"]
     assert main(command) == 0
@@ -219,8 +221,8 @@ def test_the_command_prints_the_best(path: Path, capsys: pytest.CaptureFixture[s
     assert f"score {best.score:.4f}; ended by the number of tokens" in said.err
     assert main([*command, "-np", "3"]) == 0
     texts = [
-        f"--- {n} , score {one.score:.4f} ---\n{one.text}"
-        for n, one in enumerate((best, *best.others), 1)
+        f"--- {n} , score {answer.score:.4f} ---\n{answer.text}"
+        for n, answer in enumerate((best, *best.others), 1)
     ]
     assert capsys.readouterr().out == "\n\n".join(texts).replace(" , ", ", ") + "\n"
 

@@ -33,35 +33,35 @@ FEW = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("behaviour")
-    (made / "chats.jsonl").write_text(chats())
-    (made / "text.txt").write_text(words(3000))
-    random_model(made / "base.gguf", "llama tied")
-    return made
+    directory = tmp_path_factory.mktemp("behaviour")
+    (directory / "chats.jsonl").write_text(chats())
+    (directory / "text.txt").write_text(words(3000))
+    random_model(directory / "base.gguf", "llama tied")
+    return directory
 
 
 def tuned(folder: Path, output: Path, *more: str, data: str = "chats.jsonl") -> int:
-    given = [str(folder / "base.gguf"), "--data", str(folder / data), "-o", str(output), *FEW]
-    return main(["finetune", *given, *more])
+    args = [str(folder / "base.gguf"), "--data", str(folder / data), "-o", str(output), *FEW]
+    return main(["finetune", *args, *more])
 
 
 @pytest.mark.parametrize("merge", ["plain", "none"])
 def test_held_out_questions_are_answered_shown_and_kept(folder, tmp_path, capsys, merge):
     assert tuned(folder, tmp_path / "a.gguf", "--merge", merge) == 0
     said = capsys.readouterr().err
-    kept = json.loads((tmp_path / "a.run/answers.json").read_text())
-    assert [answer["question"] for answer in kept] == [
+    saved = json.loads((tmp_path / "a.run/answers.json").read_text())
+    assert [answer["question"] for answer in saved] == [
         f"what is the {x}" for x in ("sun", "ice", "sea")
     ]
-    assert [answer["reference"][:6] for answer in kept] == ["the su", "the ic", "the se"]
-    assert {answer["tuned_ended"] for answer in kept} <= {"end", "loop", "count", "context"}
-    assert [answer["tuned"] for answer in kept] != [answer["base"] for answer in kept]
+    assert [answer["reference"][:6] for answer in saved] == ["the su", "the ic", "the se"]
+    assert {answer["tuned_ended"] for answer in saved} <= {"end", "loop", "count", "context"}
+    assert [answer["tuned"] for answer in saved] != [answer["base"] for answer in saved]
     assert "held-out question 1 of 3: what is the sun\n  data: the su" in said
     # resumed when it is finished: the same answers again, or as many as are now asked for
     assert (
         main(["finetune", "-o", str(tmp_path / "a.gguf"), "--resume", "--check-answers", "2"]) == 0
     )
-    assert json.loads((tmp_path / "a.run/answers.json").read_text()) == kept[:2]
+    assert json.loads((tmp_path / "a.run/answers.json").read_text()) == saved[:2]
     assert (
         main(["finetune", "-o", str(tmp_path / "a.gguf"), "--resume", "--check-answers", "0"]) == 0
     )
@@ -69,9 +69,9 @@ def test_held_out_questions_are_answered_shown_and_kept(folder, tmp_path, capsys
 
 
 def test_the_library_returns_the_answers(folder, tmp_path):
-    how = {"batch_size": 2, "iters": 2, "val_split": 0.2, "tensorboard": False, "merge": "none"}
-    how |= {"output": tmp_path / "a.gguf", "check_answers": 1}
-    done = pt.finetune(folder / "base.gguf", folder / "chats.jsonl", **how)
+    options = {"batch_size": 2, "iters": 2, "val_split": 0.2, "tensorboard": False, "merge": "none"}
+    options |= {"output": tmp_path / "a.gguf", "check_answers": 1}
+    done = pt.finetune(folder / "base.gguf", folder / "chats.jsonl", **options)
     (answer,) = done.answers
     assert answer.question == "what is the sun" and answer.tuned and answer.base_ended
     path = done.folder / behaviour_check.ANSWERS
@@ -79,10 +79,10 @@ def test_the_library_returns_the_answers(folder, tmp_path):
         {**asdict(answer), "tuned": "<script>alert(1)</script> & more", "tuned_ended": "loop"}
     ]
     path.write_text(json.dumps(hostile))
-    shown = done._repr_html_()
-    assert "<td>what is the sun</td>" in shown and escape(answer.base) in shown
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more (repeats itself, stopped)" in shown
-    assert "<script>" not in shown
+    html = done._repr_html_()
+    assert "<td>what is the sun</td>" in html and escape(answer.base) in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more (repeats itself, stopped)" in html
+    assert "<script>" not in html
     path.unlink()
     assert "held-out question" not in done._repr_html_()
 
@@ -95,8 +95,8 @@ def test_running_text_and_prompts_that_are_trained_on_have_no_questions(folder, 
 
 def test_a_check_that_does_not_fit_the_budget_is_left_out(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("packtrain.inference.kv_cache.context_size.REST", 1 << 40)
-    more = ["--merge", "none", "--memory", "2GiB", "--replay", "0"]
-    assert tuned(folder, tmp_path / "a.gguf", *more) == 0
+    flags = ["--merge", "none", "--memory", "2GiB", "--replay", "0"]
+    assert tuned(folder, tmp_path / "a.gguf", *flags) == 0
     said = capsys.readouterr().err
     assert (
         "no held-out questions are answered: a context of" in said
@@ -124,31 +124,31 @@ ANSWER = CheckedAnswer("What now?", "This.", "base " * 60, "count", "tuned " * 6
 
 
 def test_columns_stand_beside_each_other_where_there_is_room() -> None:
-    wide = [*side_by_side([ANSWER], MIN_WIDTH)]
+    wide_lines = [*side_by_side([ANSWER], MIN_WIDTH)]
     assert (
-        wide[2].startswith("  base (no end, cut at 200 tokens)")
-        and "│ tuned (ended by itself)" in wide[2]
+        wide_lines[2].startswith("  base (no end, cut at 200 tokens)")
+        and "│ tuned (ended by itself)" in wide_lines[2]
     )
-    assert "base base" in wide[3] and "tuned tuned" in wide[3]
-    narrow = [*side_by_side([ANSWER], 60)]
-    assert narrow.index("  tuned (ended by itself)") > narrow.index(
+    assert "base base" in wide_lines[3] and "tuned tuned" in wide_lines[3]
+    narrow_lines = [*side_by_side([ANSWER], 60)]
+    assert narrow_lines.index("  tuned (ended by itself)") > narrow_lines.index(
         "  base (no end, cut at 200 tokens)"
     )
-    for lines, width in ((wide, MIN_WIDTH), (narrow, 60)):
+    for lines, width in ((wide_lines, MIN_WIDTH), (narrow_lines, 60)):
         assert max(map(len, lines)) <= width
     escape = replace(ANSWER, tuned="\x1b[31mred", question="\x1b[2J")
     assert not any("\x1b" in line for line in side_by_side([escape], 60))
 
 
 def test_answers_without_an_end_are_named_with_the_change_that_helps() -> None:
-    loop, long = replace(ANSWER, tuned_ended="loop"), replace(ANSWER, tuned_ended="count")
+    loop, truncated = replace(ANSWER, tuned_ended="loop"), replace(ANSWER, tuned_ended="count")
     assert [*findings([ANSWER])] == []
-    (line,) = findings([loop, long, ANSWER])
+    (line,) = findings([loop, truncated, ANSWER])
     assert line.startswith(
         "2 of 3 tuned answers, 1 of them repeating themselves, did not end: more --epochs"
     )
     assert [
-        *findings([replace(long, reference_tokens=MAX_TOKENS)])
+        *findings([replace(truncated, reference_tokens=MAX_TOKENS)])
     ] == []  # the data's is long, too
     (line,) = findings([replace(ANSWER, tuned=ANSWER.base)])
     assert line.startswith("the tuned model answers as the base does")

@@ -84,16 +84,16 @@ def test_the_three_forms_of_a_product_have_one_shape() -> None:
         (ops.matmul_back(pt.input("dy", (3, 64)), q), Product(BACK, 3, 64, 256)),
         (ops.add(x, x), None),
     ]
-    for made, product in forms:
-        assert bench_ops.product_of(steps_of(made)[-1]) == product
+    for output, product in forms:
+        assert bench_ops.product_of(steps_of(output)[-1]) == product
     assert bench_ops.kind_of(steps_of(forms[3][0])[0]) == Kind(
         "product q4_K", FORWARD, "3 × 64 × 256"
     )
     for form in (FORWARD, BACK, WEIGHT):
         for dtype in ("f32", "q8_0") if form != WEIGHT else ("f32",):
-            one = Product(form, 9, 64, 32)
-            made, _ = products.graph_of(one, DTYPES[dtype])
-            assert bench_ops.product_of(steps_of(made)[-1]) == one
+            product_shape = Product(form, 9, 64, 32)
+            output, _ = products.graph_of(product_shape, DTYPES[dtype])
+            assert bench_ops.product_of(steps_of(output)[-1]) == product_shape
 
 
 def test_ours_computes_the_product_that_it_times() -> None:
@@ -101,27 +101,27 @@ def test_ours_computes_the_product_that_it_times() -> None:
         work = products.ours(Product(form, 5, 8, 6))
         (out, *inputs) = work.args  # type: ignore[attr-defined]  # of the kernel, whose w is transposed
         left, right = (np.asarray(a) for a in inputs[:2])
-        want = left.T @ right if form == WEIGHT else left @ right
+        expected = left.T @ right if form == WEIGHT else left @ right
         assert out.shape == {FORWARD: (5, 8), BACK: (5, 6), WEIGHT: (8, 6)}[form]
-        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_ops_of_a_step_by_an_injected_clock() -> None:
-    one = training.of_preset("1m")
-    assert one.tokens == 1024
-    made, whole = bench_ops.measured(one, RATES, 3, clock())
-    calls = len(one.run.calls)
-    assert whole == 2 * calls + 1  # each call reads the clock twice, and the step once more
-    assert sum(made.column("calls")[:-1]) == made.column("calls")[-1] == calls  # type: ignore[arg-type]
-    assert made.column("ms")[-1] == 1e3 * calls
-    lost = made.column("lost ms")[:-1]
+    step = training.of_preset("1m")
+    assert step.tokens == 1024
+    table, step_seconds = bench_ops.measured(step, RATES, 3, clock())
+    calls = len(step.run.calls)
+    assert step_seconds == 2 * calls + 1  # each call reads the clock twice, and the step once more
+    assert sum(table.column("calls")[:-1]) == table.column("calls")[-1] == calls  # type: ignore[arg-type]
+    assert table.column("ms")[-1] == 1e3 * calls
+    lost = table.column("lost ms")[:-1]
     assert lost == sorted(lost, reverse=True)  # type: ignore[type-var]
-    for *_, count, ms, share, floor, ratio, left in made.rows:
+    for *_, count, ms, share, floor, ratio, left in table.rows:
         assert ms == 1e3 * count and share == pytest.approx(count / calls)  # type: ignore[operator]
         assert left == pytest.approx(ms - floor)  # type: ignore[operator]
         assert ratio is None or ratio == pytest.approx(ms / floor)  # type: ignore[operator]
-    assert f"A step takes {whole * 1e3:.1f} ms" in made.notes[0]
-    names = made.column("op")
+    assert f"A step takes {step_seconds * 1e3:.1f} ms" in table.notes[0]
+    names = table.column("op")
     assert {"product", "attention", "attention_back", "rms_norm", "linear_cross_entropy"} <= {
         *names
     }
@@ -129,8 +129,8 @@ def test_ops_of_a_step_by_an_injected_clock() -> None:
 
 def test_a_ratio_is_the_median_of_pairs() -> None:
     assert timing.paired([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 1.0
-    one = products.Timed("a", Product(FORWARD, 10, 10, 5), [1e-6, 2e-6, 2e-6], [1e-6, 1e-6, 4e-6])
-    assert one.ratio == 1.0 and one.rate(one.ours) == 1000 / 2e-6 / 1e9
+    timed = products.Timed("a", Product(FORWARD, 10, 10, 5), [1e-6, 2e-6, 2e-6], [1e-6, 1e-6, 4e-6])
+    assert timed.ratio == 1.0 and timed.rate(timed.ours) == 1000 / 2e-6 / 1e9
     assert (
         products.summary([0.5, 2.0, 1.5], "theirs")
         == "As fast as theirs: 1.50 × (median), 0.50 × (least)."
@@ -139,16 +139,16 @@ def test_a_ratio_is_the_median_of_pairs() -> None:
 
 
 def test_rates_by_an_injected_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"TURNS": 10, "TRIES": 2, "NEAR": 1 << 8, "FAR": 1 << 10, "PRODUCT": (8, 16, 8)}
-    for name, value in small.items():
+    small_sizes = {"TURNS": 10, "TRIES": 2, "NEAR": 1 << 8, "FAR": 1 << 10, "PRODUCT": (8, 16, 8)}
+    for name, value in small_sizes.items():
         monkeypatch.setattr(machine_rates, name, value)
     kernels.load_all(("peak", "matmul"))
-    found = machine_rates.measured(clock(), rounds=1)
+    rates = machine_rates.measured(clock(), rounds=1)
     m, n, k = machine_rates.PRODUCT
-    assert found.product == 2 * m * n * k and found.far == 8 * machine_rates.FAR
+    assert rates.product == 2 * m * n * k and rates.far == 8 * machine_rates.FAR
     lanes, chains = machine_rates.LANES, kernels.peak.CHAINS
-    assert found.fma_one == 2 * machine_rates.TURNS * chains * lanes
-    assert found.fma == kernels.threads() * found.fma_one
+    assert rates.fma_one == 2 * machine_rates.TURNS * chains * lanes
+    assert rates.fma == kernels.threads() * rates.fma_one
 
 
 def test_the_kernels_of_the_rates_do_what_they_say() -> None:
@@ -162,14 +162,16 @@ def test_the_kernels_of_the_rates_do_what_they_say() -> None:
 
 def test_tables_as_text_markdown_and_json() -> None:
     columns = {"op": "", "× floor": ".2f", "GFLOP/s": ".1f"}
-    made = bench_table.Table(
+    table = bench_table.Table(
         "t", "Title", columns, [["a|b", 1.234, None], ["c", 10.0, 5.0]], ["Note."]
     )
-    assert made.text() == "Title\nop   × floor  GFLOP/s\na|b     1.23\nc      10.00      5.0\nNote."
     assert (
-        "| op | × floor | GFLOP/s |\n| --- | ---: | ---: |\n| a\\|b | 1.23 |  |" in made.markdown()
+        table.text() == "Title\nop   × floor  GFLOP/s\na|b     1.23\nc      10.00      5.0\nNote."
     )
-    assert made.plain()["rows"][0] == {"op": "a|b", "times_floor": 1.234, "gflop_per_s": None}
+    assert (
+        "| op | × floor | GFLOP/s |\n| --- | ---: | ---: |\n| a\\|b | 1.23 |  |" in table.markdown()
+    )
+    assert table.plain()["rows"][0] == {"op": "a|b", "times_floor": 1.234, "gflop_per_s": None}
 
 
 def test_without_peers_it_measures_itself(
@@ -180,17 +182,19 @@ def test_without_peers_it_measures_itself(
     monkeypatch.setattr(products, "SHORT_PACKED", {"tiny": ((8, 16, 256),)})
     monkeypatch.setattr(machine_rates, "measured", lambda: RATES)
     files = [tmp_path / "b.json", tmp_path / "b.md"]
-    given = ["bench", "--short", *SETTINGS, "--json", str(files[0]), "--markdown", str(files[1])]
-    assert main(given) == 0
+    args = ["bench", "--short", *SETTINGS, "--json", str(files[0]), "--markdown", str(files[1])]
+    assert main(args) == 0
     shown = capsys.readouterr().out
     assert products.WITHOUT in shown and "The machine was" in shown
-    made = json.loads(files[0].read_text())
-    assert made["threads"] == kernels.threads() and made["versions"]["packtrain"] == pt.__version__
-    assert [t["name"] for t in made["tables"]] == ["machine", "ops", "products", "packed"]
-    rows = made["tables"][2]["rows"]
+    report = json.loads(files[0].read_text())
+    assert (
+        report["threads"] == kernels.threads() and report["versions"]["packtrain"] == pt.__version__
+    )
+    assert [t["name"] for t in report["tables"]] == ["machine", "ops", "products", "packed"]
+    rows = report["tables"][2]["rows"]
     assert len(rows) == 3 and {*rows[0]} == {"model", "m_times_n_times_k", "form", "gflop_per_s"}
     page = files[1].read_text()
-    assert page.startswith("# Speed") and made["cpu"] in page and "## Products in f32" in page
+    assert page.startswith("# Speed") and report["cpu"] in page and "## Products in f32" in page
 
 
 def test_a_peer_that_fails_ends_the_command(
@@ -252,8 +256,8 @@ def test_the_comparison_has_every_flag_of_the_command_and_adds_its_table(
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--llama-bench", "none"])
     assert "there is no option --llama-bench" in capsys.readouterr().err
-    alone = bench_table.Table("llama", "Reading", {"model": ""}, [["tiny"]])
-    monkeypatch.setattr(llama, "tables", lambda base, program, rounds, counting: iter([alone]))
+    table = bench_table.Table("llama", "Reading", {"model": ""}, [["tiny"]])
+    monkeypatch.setattr(llama, "tables", lambda base, program, rounds, counting: iter([table]))
     assert beside.main(["--part", "llama"]) == 0
     shown = capsys.readouterr().out
     assert "Reading\nmodel\ntiny" in shown and "The machine was" in shown
@@ -311,30 +315,33 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
     assert with_bf16.column("ours × as fast") == [None, 1.0, None, 2.0, None, 6.0, 0.5]
     assert with_bf16.notes[-1].startswith("packtrain in bf16 is 0.50 ×")
     monkeypatch.setattr(step_timing, "multiplies", lambda precision: False)
-    (made,) = step_timing.tables(["15m"], 3, counting)
-    assert made.column("program") == [
+    (without_bf16,) = step_timing.tables(["15m"], 3, counting)
+    assert without_bf16.column("program") == [
         step_timing.OURS,
         step_timing.EAGER,
         step_timing.OURS,
         step_timing.EAGER,
         step_timing.COMPILED,
     ]
-    assert made.column("ms") == [2000, 2000, 2000, 6000, 500]
-    assert made.column("tokens/s") == [512, 512, 512, 1024 / 6, 2048]
-    assert made.column("ours × as fast") == [None, 1.0, None, 3.0, 0.25]
-    assert made.column("peak MiB") == [1, 2, 1, 2, 2] and made.column("ours × memory")[1] == 0.5
-    assert [*made.notes] == [
+    assert without_bf16.column("ms") == [2000, 2000, 2000, 6000, 500]
+    assert without_bf16.column("tokens/s") == [512, 512, 512, 1024 / 6, 2048]
+    assert without_bf16.column("ours × as fast") == [None, 1.0, None, 3.0, 0.25]
+    assert (
+        without_bf16.column("peak MiB") == [1, 2, 1, 2, 2]
+        and without_bf16.column("ours × memory")[1] == 0.5
+    )
+    assert [*without_bf16.notes] == [
         "PyTorch compiled in f32 failed: no compiler",
         "packtrain in f32 is 1.00 × as fast as the better of PyTorch's in f32 (eager), with 0.50 of its private"
         " memory.",
         "packtrain in f32 is 0.25 × as fast as the better of PyTorch's in bf16 autocast (compiled), with 0.50 of"
         " its private memory.",
     ]
-    assert made.waited == 0.1
+    assert without_bf16.waited == 0.1
     monkeypatch.setattr(step_timing, "has_torch", lambda: False)
-    (alone,) = step_timing.tables(["15m"], 3, counting, 1640 << 20)
-    assert alone.title.endswith("included; ours planned for 1,640 MiB")
-    assert alone.column("ms") == [2000] and [*alone.notes] == [products.WITHOUT]
+    (ours_only,) = step_timing.tables(["15m"], 3, counting, 1640 << 20)
+    assert ours_only.title.endswith("included; ours planned for 1,640 MiB")
+    assert ours_only.column("ms") == [2000] and [*ours_only.notes] == [products.WITHOUT]
 
 
 @contextmanager
@@ -344,10 +351,10 @@ def counting(what: str, part: str) -> Iterator[Callable[..., None]]:
 
 def test_our_side_of_a_comparison_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with step_timing.Trained(program=step_timing.OURS).peer("1m") as ours:
-        found = [ours(watched) for watched in (False, True, False)]
-    assert all(one.seconds > 0 and one.wall > 0 for one in found)
-    assert found[1].nbytes > 1 << 20 and found[0].nbytes == found[2].nbytes == 0
-    assert found[0].loss > found[2].loss  # the same batch again and again
+        timings = [ours(watched) for watched in (False, True, False)]
+    assert all(timing.seconds > 0 and timing.wall > 0 for timing in timings)
+    assert timings[1].nbytes > 1 << 20 and timings[0].nbytes == timings[2].nbytes == 0
+    assert timings[0].loss > timings[2].loss  # the same batch again and again
 
 
 def test_a_step_on_a_base_keeps_to_its_memory(
@@ -357,13 +364,15 @@ def test_a_step_on_a_base_keeps_to_its_memory(
     monkeypatch.setattr(training, "private_nbytes", lambda: 0)
     monkeypatch.setattr(training, "rates_apart", lambda *_, **__: BEGIN)
     base = llama.made(tmp_path, "F16")
-    whole = training.of_base(base, 4, 256)
-    limit = whole.engine.plans.nbytes // 2
+    unlimited = training.of_base(base, 4, 256)
+    limit = unlimited.engine.plans.nbytes // 2
     parted = training.of_base(base, 4, 256, memory=limit)
     assert parted.engine.plans.nbytes <= limit
-    assert len(whole.batches) == 1 and len(parted.batches) == 4
-    assert whole.tokens == parted.tokens == 1024
-    losses = [np.array([one.step() for _ in range(3)], np.float32) for one in (whole, parted)]
+    assert len(unlimited.batches) == 1 and len(parted.batches) == 4
+    assert unlimited.tokens == parted.tokens == 1024
+    losses = [
+        np.array([trainer.step() for _ in range(3)], np.float32) for trainer in (unlimited, parted)
+    ]
     checks.close(*losses, "losses")
     with pytest.raises(InputError, match="a step does not fit 1 MiB"):
         training.of_base(base, 4, 256, memory=1 << 20)
@@ -372,11 +381,13 @@ def test_a_step_on_a_base_keeps_to_its_memory(
 def test_a_step_of_a_preset_keeps_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "private_nbytes", lambda: 0)
     monkeypatch.setattr(training, "rates_apart", lambda *_, **__: BEGIN)
-    whole = training.of_preset("1m")
-    limit = int(0.75 * whole.engine.plans.nbytes)
-    less = training.of_preset("1m", memory=limit)
-    assert less.engine.plans.nbytes <= limit and whole.tokens == less.tokens == 1024
-    losses = [np.array([one.step() for _ in range(3)], np.float32) for one in (whole, less)]
+    unlimited = training.of_preset("1m")
+    limit = int(0.75 * unlimited.engine.plans.nbytes)
+    limited = training.of_preset("1m", memory=limit)
+    assert limited.engine.plans.nbytes <= limit and unlimited.tokens == limited.tokens == 1024
+    losses = [
+        np.array([trainer.step() for _ in range(3)], np.float32) for trainer in (unlimited, limited)
+    ]
     checks.close(*losses, "losses")
     with pytest.raises(InputError, match="a step does not fit 1 MiB"):
         training.of_preset("1m", memory=1 << 20)
@@ -387,9 +398,9 @@ def test_both_sides_take_the_same_step() -> None:
     pytest.importorskip("torch")
     losses = list[list[float]]()
     for program in (step_timing.OURS, step_timing.EAGER):
-        with step_timing.Trained(program=program).peer("1m") as one:
-            losses.append([one().loss for _ in range(3)])
-    checks.close(*(np.array(each, np.float32) for each in losses), "losses")
+        with step_timing.Trained(program=program).peer("1m") as peer:
+            losses.append([peer().loss for _ in range(3)])
+    checks.close(*(np.array(side_losses, np.float32) for side_losses in losses), "losses")
 
 
 @pytest.mark.torch
@@ -398,11 +409,11 @@ def test_rope_in_real_numbers_is_rope() -> None:
     config = PRESETS["1m"]
     batch = training.batch_of(config, 2, 16)
     ids = [llama.torch.from_numpy(batch[name]).long() for name in ("tokens", "targets")]
-    where = None, llama.torch.from_numpy(batch["pos"]).long(), llama.torch.zeros(2, 16)
+    pos_inputs = None, llama.torch.from_numpy(batch["pos"]).long(), llama.torch.zeros(2, 16)
     models = [llama.Llama(config, transformer.initial(config), real) for real in (False, True)]
-    for given in (ids, [*ids, *where]):
-        one, other = (model(*given).item() for model in models)
-        assert one == pytest.approx(other, rel=1e-6)
+    for args in (ids, [*ids, *pos_inputs]):
+        complex_loss, real_loss = (model(*args).item() for model in models)
+        assert complex_loss == pytest.approx(real_loss, rel=1e-6)
 
 
 # ---- llama.cpp -----------------------------------------------------------------------------------------------
@@ -431,42 +442,42 @@ def test_reading_and_writing_beside_llama_cpp(
     assert llama.program(None) == llama.program(bench) == bench
     monkeypatch.setattr(llama, "has", lambda feature: True)
     half = "1m Q8_0", "reading 512, --precision bf16", 512.0, 512.0, 1.0
-    plain = llama.Ours.__init__
+    original_init = llama.Ours.__init__
     monkeypatch.setattr(
         llama.Ours,
         "__init__",
-        lambda self, path, how="f32", precision="f32": plain(self, path, how),
+        lambda self, path, how="f32", precision="f32": original_init(self, path, how),
     )
-    (made,) = llama.tables(None, bench, 2, counting, clock())
-    assert made.rows == [
+    (table,) = llama.tables(None, bench, 2, counting, clock())
+    assert table.rows == [
         ["1m Q8_0", "reading 512", 512.0, 512.0, 1.0],  # ours takes a second by that clock
         [*half],
         ["1m Q8_0", "reading 512, --activations q8", 512.0, 512.0, 1.0],
         ["1m Q8_0", "writing 64", 64.0, 32.0, 2.0],
         ["1m Q8_0", "writing 64, --activations q8", 64.0, 32.0, 2.0],
     ]
-    assert [*made.notes] == ["llama.cpp 7 (abc). The KV cache is f16 in both."]
+    assert [*table.notes] == ["llama.cpp 7 (abc). The KV cache is f16 in both."]
     monkeypatch.setenv("PATH", "")
     assert llama.program(None) is None
     base = llama.made(tmp_path, "F16")
-    (alone,) = llama.tables(base, None, 1, counting, clock())
-    assert alone.rows == [
+    (ours_only,) = llama.tables(base, None, 1, counting, clock())
+    assert ours_only.rows == [
         ["F16", "reading 512", 512.0],
         ["F16", "reading 512, --precision bf16", 512.0],
         ["F16", "writing 64", 64.0],
     ]
-    assert [*alone.notes] == [llama.WITHOUT]
+    assert [*ours_only.notes] == [llama.WITHOUT]
 
 
 def test_another_program_is_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("#!/bin/sh\necho hello\n")
+    wrong_program = tmp_path / "other"
+    wrong_program.write_text("#!/bin/sh\necho hello\n")
     for mode in (0o755, 0o644):
-        other.chmod(mode)
+        wrong_program.chmod(mode)
         with pytest.raises(
             InputError, match=r"--llama-bench: .*other is not llama.cpp's llama-bench"
         ):
-            llama.program(other)
+            llama.program(wrong_program)
 
 
 def test_llama_bench_that_fails_says_why(tmp_path: Path) -> None:
@@ -496,12 +507,12 @@ def doubling(by: int) -> Callable[[int], int]:
 
 
 def test_a_peer_answers_from_a_process_of_its_own() -> None:
-    with peer_process.Peer("tests.test_bench", "doubling", 2) as one:
-        assert [one(3), one(4)] == [6, 8]
+    with peer_process.Peer("tests.test_bench", "doubling", 2) as peer:
+        assert [peer(3), peer(4)] == [6, 8]
         with pytest.raises(peer_process.PeerFailed, match=r"^ValueError: x is negative$"):
-            one(-1)
-        assert one(5) == 10
-    assert one.process.poll() is not None
+            peer(-1)
+        assert peer(5) == 10
+    assert peer.process.poll() is not None
 
 
 def test_a_peer_that_cannot_start_says_why() -> None:
@@ -527,9 +538,15 @@ def test_avx2_alone_is_asked_of_the_peer_too(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.torch
 def test_products_beside_pytorch() -> None:
     pytest.importorskip("torch")
-    found = products.beside_torch({"tiny": ((8, 16, 24),)}, 3, lambda *given: None)
-    assert [len(one.ours) for one in found] == [len(one.theirs) for one in found] == [3, 3, 3]
-    made = products.table(found)
-    assert [*made.columns][-1] == "× PyTorch"
-    want = statistics.median(b / a for a, b in zip(found[0].ours, found[0].theirs, strict=True))
-    assert made.rows[0][-1] == want
+    timings = products.beside_torch({"tiny": ((8, 16, 24),)}, 3, lambda *given: None)
+    assert (
+        [len(timing.ours) for timing in timings]
+        == [len(timing.theirs) for timing in timings]
+        == [3, 3, 3]
+    )
+    table = products.table(timings)
+    assert [*table.columns][-1] == "× PyTorch"
+    expected = statistics.median(
+        b / a for a, b in zip(timings[0].ours, timings[0].theirs, strict=True)
+    )
+    assert table.rows[0][-1] == expected

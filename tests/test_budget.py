@@ -52,18 +52,18 @@ def request(baseline: int = 0) -> Request:
 
 
 def trained(shape: StepShape, steps: int = 3, optimizer=ADAMW) -> dict[str, np.ndarray]:
-    made = Engine(make_plans(shape, optimizer), optimizer)
-    made.session.set(values(shape.config))
-    found, rows = {}, shape.rows
+    engine = Engine(make_plans(shape, optimizer), optimizer)
+    engine.session.set(values(shape.config))
+    results, rows = {}, shape.rows
     for number in range(1, steps + 1):
-        whole = batch(shape.config, ROWS, TIME, number) | {
+        full_batch = batch(shape.config, ROWS, TIME, number) | {
             "weights": np.ones((ROWS, TIME), np.float32)
         }
         parts = range(0, ROWS, rows)
-        micros = [{name: x[at : at + rows] for name, x in whole.items()} for at in parts]
-        did = made.step(micros, number, 1e-2)
-        found |= {f"{number} loss": did.loss, f"{number} norm": did.norm}
-    return found | {name: made.session.get(name) for name in made.plans.leaves}
+        micros = [{name: x[at : at + rows] for name, x in full_batch.items()} for at in parts]
+        outcome = engine.step(micros, number, 1e-2)
+        results |= {f"{number} loss": outcome.loss, f"{number} norm": outcome.norm}
+    return results | {name: engine.session.get(name) for name in engine.plans.leaves}
 
 
 def test_two_passes_and_any_choice_give_the_same_bits():
@@ -87,7 +87,7 @@ def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_nor
     config = replace(CONFIG, block_count=3, tied=False)
     summed = StepShape(config, 1, TIME, ROWS, max_norm)
     layered = replace(summed, layered=True)
-    expected, got = (trained(one, 1, SGD()) for one in (summed, layered))
+    expected, got = (trained(step_shape, 1, SGD()) for step_shape in (summed, layered))
     for name, value in expected.items():
         if not name.startswith("g/"):
             error = np.abs(got[name] - value).max() / np.abs(value).max()
@@ -109,9 +109,9 @@ def test_micro_batches_in_turn_need_less_than_sums_or_than_all_rows_at_once():
     summed = StepShape(config, 1, 512, 4)
     layered = replace(summed, layered=True, keep=uniform(4, ()))
     together = replace(summed, rows=4, micros=1, keep=uniform(4, ()))
-    least = make_plans(layered, AdamW()).nbytes
-    assert least < make_plans(replace(summed, keep=uniform(4, ())), AdamW()).nbytes
-    assert least < make_plans(together, AdamW()).nbytes
+    min_nbytes = make_plans(layered, AdamW()).nbytes
+    assert min_nbytes < make_plans(replace(summed, keep=uniform(4, ())), AdamW()).nbytes
+    assert min_nbytes < make_plans(together, AdamW()).nbytes
     limit = request().total(make_plans(layered, AdamW()))
     answer = search(summed, request().within(limit))
     assert answer.fits and answer.shape.layered and answer.shape.micros == 4
@@ -127,10 +127,10 @@ def test_the_smallest_arena_is_nested_and_gives_the_same_bits():
 
 def test_two_passes_need_no_memory_for_waiting_gradients():
     shape = deep(4, max_norm=0.1, keep=uniform(4, ()))
-    waiting = sum(leaf.spec.nbytes for leaf in transformer.weights(shape.config).values())
-    one = make_plans(shape, AdamW()).arena_nbytes
-    two = make_plans(replace(shape, two_passes=True), AdamW()).arena_nbytes
-    assert one - two > waiting / 3
+    gradient_nbytes = sum(leaf.spec.nbytes for leaf in transformer.weights(shape.config).values())
+    one_pass_nbytes = make_plans(shape, AdamW()).arena_nbytes
+    two_pass_nbytes = make_plans(replace(shape, two_passes=True), AdamW()).arena_nbytes
+    assert one_pass_nbytes - two_pass_nbytes > gradient_nbytes / 3
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
@@ -138,15 +138,15 @@ def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
     blocks = chain(deep(6, max_norm=max_norm), request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
     everything = blocks.plan(keep_all(6, len(blocks.block.value_nbytes)))
-    least = blocks.least()
-    budgets = np.linspace(least.nbytes, everything.nbytes, 12).astype(int)
-    found = [blocks.within(int(budget)) for budget in budgets]
+    smallest_plan = blocks.least()
+    budgets = np.linspace(smallest_plan.nbytes, everything.nbytes, 12).astype(int)
+    plans = [blocks.within(int(budget)) for budget in budgets]
     assert all(
-        f is not None and f.nbytes <= budget for f, budget in zip(found, budgets, strict=True)
+        f is not None and f.nbytes <= budget for f, budget in zip(plans, budgets, strict=True)
     )
-    seconds = [f.seconds for f in found]
+    seconds = [f.seconds for f in plans]
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] == 0 < seconds[0]
-    assert blocks.within(least.nbytes - 4096) is None
+    assert blocks.within(smallest_plan.nbytes - 4096) is None
 
 
 def test_two_blocks_are_as_good_as_exhaustive_search():
@@ -169,8 +169,8 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
         if got is None:
             got = fresh.least()
         assert got.nbytes <= budget * 1.01
-        whole = 3 * 2 * blocks.block.forward_seconds
-        assert got.seconds - best <= 0.01 * whole
+        total_seconds = 3 * 2 * blocks.block.forward_seconds
+        assert got.seconds - best <= 0.01 * total_seconds
 
 
 def test_the_spacing_of_sqrt():
@@ -190,42 +190,42 @@ def test_what_fits_as_it_is_stays_as_it_is():
 
 def test_less_memory_down_to_the_least_which_fits_and_no_less():
     shape, process = deep(3, max_norm=1.0), request()
-    whole = process.total(make_plans(shape, AdamW()))
+    max_nbytes = process.total(make_plans(shape, AdamW()))
     refused = search(shape, process.within(MIB))
     assert not refused.fits
-    least = process.total(process.plans(refused.shape))
-    assert least < whole
-    for limit in np.linspace(least, whole, 6).astype(int):
+    min_nbytes = process.total(process.plans(refused.shape))
+    assert min_nbytes < max_nbytes
+    for limit in np.linspace(min_nbytes, max_nbytes, 6).astype(int):
         answer = search(shape, process.within(int(limit)))
         assert answer.fits and process.total(process.plans(answer.shape)) <= limit
         assert answer.shape.rows * answer.shape.micros == ROWS
-    assert not search(shape, process.within(int(least * 0.97))).fits
+    assert not search(shape, process.within(int(min_nbytes * 0.97))).fits
 
 
 def test_a_loss_head_that_is_too_large_for_validation_is_cut_before_blocks_are():
     """Validation has a loss head, too, without blocks that could be computed again."""
     config = Config(32_000, 64, 64, 4, 128, 4, 4)
-    shape, looking = StepShape(config, 4, 64, evaluate=True), Search(request())
-    known = looking.draft(replace(shape, chunk=64))
-    found = looking.fastest(shape, known.nbytes, fixed=False)
-    assert looking.sizes(shape).beside > 2 * looking.sizes(known.shape).beside
-    assert found is not None and found.seconds <= known.seconds
+    shape, searcher = StepShape(config, 4, 64, evaluate=True), Search(request())
+    chunked_draft = searcher.draft(replace(shape, chunk=64))
+    fastest_draft = searcher.fastest(shape, chunked_draft.nbytes, fixed=False)
+    assert searcher.sizes(shape).beside > 2 * searcher.sizes(chunked_draft.shape).beside
+    assert fastest_draft is not None and fastest_draft.seconds <= chunked_draft.seconds
 
 
 def test_the_child_finds_the_same():
     shape = deep(2)
-    made = planned(shape, request().within(1 << 40))
-    assert made.shape == shape and made.baseline > 10 * MIB and made.refusal is None
+    result = planned(shape, request().within(1 << 40))
+    assert result.shape == shape and result.baseline > 10 * MIB and result.refusal is None
 
 
 def test_more_budget_is_never_slower():
     """Every budget is asked by itself, with nothing remembered; tensors are large enough to matter beside calls."""
     config = Config(320, 128, 256, 3, 768, 8, 8)
     shape, process = StepShape(config, 2, 128), request()
-    whole = process.total(make_plans(shape, AdamW()))
-    least = process.total(process.plans(smallest(shape, process)))
+    max_nbytes = process.total(make_plans(shape, AdamW()))
+    min_nbytes = process.total(process.plans(smallest(shape, process)))
     seconds = []
-    for limit in np.linspace(least, whole, 20).astype(int):
+    for limit in np.linspace(min_nbytes, max_nbytes, 20).astype(int):
         answer = search(shape, process.within(int(limit)))
         plans = process.plans(answer.shape)
         assert answer.fits and process.total(plans) <= limit
@@ -246,22 +246,25 @@ def test_budgets_side_by_side_find_about_the_same():
 
 def test_a_process_that_grows_with_each_search_is_met_by_the_second(monkeypatch):
     """What it takes beyond its estimate grows by half a MiB each time."""
-    asked, found, most = [], [], 100 * MIB
+    requested_limits, measured_totals, max_nbytes = [], [], 100 * MIB
 
     def ask(late, find, shape, request):
         assert find is search, "the smallest was asked for"
-        asked.append(request.limits["host"])
+        requested_limits.append(request.limits["host"])
         return SimpleNamespace(shape=shape, fits=True, change="")
 
     def planned_here(*_):
-        grown = budgets.ASIDE_NBYTES + MIB + 75_000 + MIB // 2 * (len(asked) - 1)
-        found.append(asked[-1] + grown)
-        return SimpleNamespace(total_nbytes=found[-1] - budgets.MARGIN_NBYTES)
+        grown = budgets.ASIDE_NBYTES + MIB + 75_000 + MIB // 2 * (len(requested_limits) - 1)
+        measured_totals.append(requested_limits[-1] + grown)
+        return SimpleNamespace(total_nbytes=measured_totals[-1] - budgets.MARGIN_NBYTES)
 
     monkeypatch.setattr(budgets, "ask", ask)
     monkeypatch.setattr(budgets, "planned_here", planned_here)
-    budgets.searched(deep(1), request().within(most), lambda _: None)
-    assert len(found) == 2 and found[0] > most >= found[1] > most - 2 * MIB
+    budgets.searched(deep(1), request().within(max_nbytes), lambda _: None)
+    assert (
+        len(measured_totals) == 2
+        and measured_totals[0] > max_nbytes >= measured_totals[1] > max_nbytes - 2 * MIB
+    )
 
 
 # ---- the command
@@ -299,10 +302,10 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     screen = refused.stderr[refused.stderr.index("packtrain: error:") :].splitlines()
     assert 12 <= len(screen) <= 30 and "fit into 20.0 MiB" in screen[0]
     assert not (tmp_path / "m.run").exists()
-    least = screen[0].partition("would do is ")[2].partition(",")[0]
-    limit = parse_size(least, "")
-    done = subprocess.run([*run, least], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    min_memory = screen[0].partition("would do is ")[2].partition(",")[0]
+    limit = parse_size(min_memory, "")
+    completed = subprocess.run([*run, min_memory], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
     end = metrics_file.read(tmp_path / "m.run/metrics.jsonl")[-1]
     plan = json.loads((tmp_path / "m.run/plan.json").read_text())
     assert plan["budget_bytes"] == limit and plan["fits"]
@@ -311,8 +314,8 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
 
 def test_the_search_needs_less_than_what_it_plans_for(data, tmp_path):
     """A budget a little above a small run is taken, and all processes together stay within it from the first moment."""
-    given = arguments(data, tmp_path, *WIDE)  # the searching child takes more than smaller runs
-    run = [sys.executable, "-m", "packtrain", *given, "--no-tensorboard"]
+    cli_args = arguments(data, tmp_path, *WIDE)  # the searching child takes more than smaller runs
+    run = [sys.executable, "-m", "packtrain", *cli_args, "--no-tensorboard"]
     assert subprocess.run(run, capture_output=True, check=False).returncode == 0
     total = json.loads((tmp_path / "m.run/plan.json").read_text())["total_bytes"]
     limit = f"{total // MIB + 12}MiB"
@@ -340,19 +343,19 @@ def test_every_memory_of_this_process_counts(data, tmp_path):
     for device, path in plans.items():
         flags = ["--device", device, "--json", str(path)]
         assert main(["plan", *arguments(data, tmp_path, *WIDE, *flags)]) == 0
-    here, aside = (json.loads(path.read_text()) for path in plans.values())
-    assert aside["spaces"]["cpu:1"]["bytes"] > 8 * MIB
-    assert abs(aside["total_bytes"] - here["total_bytes"]) < 8 * MIB
+    host_plan, device_plan = (json.loads(path.read_text()) for path in plans.values())
+    assert device_plan["spaces"]["cpu:1"]["bytes"] > 8 * MIB
+    assert abs(device_plan["total_bytes"] - host_plan["total_bytes"]) < 8 * MIB
 
 
 def test_the_table_of_a_refusal_adds_up_to_its_minimum(data, tmp_path, capsys):
     assert main(arguments(data, tmp_path, "--memory", "20MiB")) == 3
     said = capsys.readouterr().err
-    least = parse_size(said.partition("would do is ")[2].partition(",")[0], "")
+    min_nbytes = parse_size(said.partition("would do is ")[2].partition(",")[0], "")
     rows = re.findall(r"^  (\w+) +([0-9.]+) ([KM])iB", said, re.MULTILINE)
     sizes = {name: float(n) * {"K": 1 << 10, "M": MIB}[unit] for name, n, unit in rows}
     total = sizes.pop("total")
-    assert total == least and abs(sum(sizes.values()) - total) < MIB / 2
+    assert total == min_nbytes and abs(sum(sizes.values()) - total) < MIB / 2
     assert {"weights", "arena", "process", "planning", "spare"} <= sizes.keys()
 
 
@@ -361,10 +364,10 @@ def test_a_refused_plan_is_drawn_all_the_same(data, tmp_path, capsys):
     drawn = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
     flags = ["--dim", "256", "--ffn", "768", "--batch-size", "8", "--memory", "20MiB", *drawn]
     assert main(["plan", *arguments(data, tmp_path, *flags)]) == 3
-    found = json.loads(files["json"].read_text())
-    assert not found["fits"] and found["budget_bytes"] == 20 * MIB
+    plan_json = json.loads(files["json"].read_text())
+    assert not plan_json["fits"] and plan_json["budget_bytes"] == 20 * MIB
     said = capsys.readouterr().err
-    assert f"would do is {-(-found['minimum_bytes'] // MIB)}MiB" in said
+    assert f"would do is {-(-plan_json['minimum_bytes'] // MIB)}MiB" in said
     assert "budget" in files["html"].read_text()
 
 
@@ -372,9 +375,9 @@ def test_a_plan_that_fits_tells_the_smallest_too(data, tmp_path):
     path = tmp_path / "plan.json"
     flags = ["--dim", "256", "--ffn", "768", "--batch-size", "2", "--json", str(path)]
     assert main(["plan", *arguments(data, tmp_path, *flags)]) == 0
-    found = json.loads(path.read_text())
-    assert found["fits"] and found["budget_bytes"] is None
-    assert found["baseline_bytes"] + found["weights_bytes"] < found["minimum_bytes"]
+    plan_json = json.loads(path.read_text())
+    assert plan_json["fits"] and plan_json["budget_bytes"] is None
+    assert plan_json["baseline_bytes"] + plan_json["weights_bytes"] < plan_json["minimum_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -402,26 +405,26 @@ def test_what_kernels_take_is_measured_once_and_guessed_without_memory(monkeypat
     monkeypatch.setattr(kernel_memory, "_kept", lambda names: tmp_path / "loaded.json")
     guess = kernel_memory.loaded(("norm",), 10 * MIB)
     assert guess.unsure and not list(tmp_path.iterdir())
-    found = kernel_memory.loaded(("norm",), -1)  # a refusal, whose minimum shall be right
-    assert found.unsure == 0 and MIB < found.nbytes < guess.nbytes
+    measured = kernel_memory.loaded(("norm",), -1)  # a refusal, whose minimum shall be right
+    assert measured.unsure == 0 and MIB < measured.nbytes < guess.nbytes
     monkeypatch.setattr(kernel_memory, "ask", None)
     monkeypatch.setattr(kernel_memory, "refusal", lambda root: "read-only")
-    assert kernel_memory.loaded(("norm",), 10 * MIB) == found
+    assert kernel_memory.loaded(("norm",), 10 * MIB) == measured
 
 
 def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
     guess = kernel_memory.Loaded(80 * MIB, 24 * MIB)
-    here = request(private_nbytes() + guess.nbytes)
-    least = here.total(here.plans(smallest(deep(2), here)))
-    found = [
-        planned(deep(2), replace(here, kernels=one).within(limit))
-        for limit, one in (
-            (least - 12 * MIB, guess),
-            (least - 12 * MIB, guess._replace(unsure=0)),
-            (least - 40 * MIB, guess),
+    base_request = request(private_nbytes() + guess.nbytes)
+    min_nbytes = base_request.total(base_request.plans(smallest(deep(2), base_request)))
+    outcomes = [
+        planned(deep(2), replace(base_request, kernels=kernels).within(limit))
+        for limit, kernels in (
+            (min_nbytes - 12 * MIB, guess),
+            (min_nbytes - 12 * MIB, guess._replace(unsure=0)),
+            (min_nbytes - 40 * MIB, guess),
         )
     ]
-    assert [made.refusal is None for made in found] == [True, False, False]
+    assert [outcome.refusal is None for outcome in outcomes] == [True, False, False]
 
 
 class Heavier(kernel_memory.Loaded):
@@ -437,13 +440,13 @@ def test_kernels_that_take_more_than_expected_make_the_plan_smaller(monkeypatch)
     """The memory of the process is counted here: what it really is, other tests decide."""
     Heavier.memory[:] = [100 * MIB]
     monkeypatch.setattr("packtrain.planner.budget.private_nbytes", lambda: Heavier.memory[-1])
-    here, shape = replace(request(100 * MIB), kernels=Heavier(0)), deep(4, 1024)
-    limit = here.total(here.plans(shape)) + 4 * MIB
-    expected = planned(shape, replace(here.within(limit), kernels=kernel_memory.Loaded(0)))
+    base_request, shape = replace(request(100 * MIB), kernels=Heavier(0)), deep(4, 1024)
+    limit = base_request.total(base_request.plans(shape)) + 4 * MIB
+    expected = planned(shape, replace(base_request.within(limit), kernels=kernel_memory.Loaded(0)))
     assert expected.refusal is None and expected.shape == shape
-    found = planned(shape, here.within(limit))
-    assert found.refusal is None and found.total_nbytes <= limit
-    assert found.baseline == 124 * MIB and found.shape != shape
+    replanned = planned(shape, base_request.within(limit))
+    assert replanned.refusal is None and replanned.total_nbytes <= limit
+    assert replanned.baseline == 124 * MIB and replanned.shape != shape
 
 
 class Lighter(kernel_memory.Loaded):
@@ -462,10 +465,10 @@ def test_a_budget_is_refused_only_with_the_memory_that_loaded_kernels_take(
     Lighter.memory[:] = [100 * MIB]
     monkeypatch.setattr(budgets, "private_nbytes", lambda: Lighter.memory[-1])
     monkeypatch.setattr(budgets, "searching_nbytes", lambda shape: 0)  # more than so small a run
-    here = replace(request(100 * MIB), kernels=Lighter(0))
-    limit = here.total(here.plans(smallest(deep(2), here))) - below * MIB
-    found = planned(deep(2), here.within(limit))
-    assert (found.refusal is None) == fits and len(Lighter.memory) == 1 + fits
+    base_request = replace(request(100 * MIB), kernels=Lighter(0))
+    limit = base_request.total(base_request.plans(smallest(deep(2), base_request))) - below * MIB
+    outcome = planned(deep(2), base_request.within(limit))
+    assert (outcome.refusal is None) == fits and len(Lighter.memory) == 1 + fits
 
 
 class Large:
@@ -476,16 +479,16 @@ class Large:
 
 def test_plans_of_one_round_are_gone_before_the_next_ones_are_made(monkeypatch):
     """A process that keeps them grows by megabytes with each round, and refuses a budget that it said would do."""
-    made = list[weakref.ref]()
+    plan_refs = list[weakref.ref]()
 
     def planned_here(*_):
-        assert all(one() is None for one in made)
+        assert all(ref() is None for ref in plan_refs)
         plans = Large()
-        made.append(weakref.ref(plans))
+        plan_refs.append(weakref.ref(plans))
         return plans
 
     monkeypatch.setattr(budgets, "planned_here", planned_here)
     monkeypatch.setattr(budgets, "ask", lambda *_: SimpleNamespace(shape=None, fits=True))
-    asked = replace(request(), limits={HOST: MIB})
-    budgets.searched(deep(1), asked, lambda _: None)
-    assert len(made) == budgets.ROUNDS + 1
+    limited_request = replace(request(), limits={HOST: MIB})
+    budgets.searched(deep(1), limited_request, lambda _: None)
+    assert len(plan_refs) == budgets.ROUNDS + 1

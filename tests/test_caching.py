@@ -43,22 +43,22 @@ def test_what_a_run_makes_fits_into_the_pool_of_its_plan(monkeypatch: pytest.Mon
     """Of three steps on the CPU, taken and dropped as they come; there are two such pools, one of graphs."""
     plans = make_plans(SHAPE, AdamW(), target=Target((CUDA,)))
     pool = plans.largest.arena("cuda").pool_nbytes
-    made, plain = list[tuple[int, ...]](), Executor._run
+    traces, original_run = list[tuple[int, ...]](), Executor._run
 
     def traced(self: Executor, calls: list[Any], stop: Any, turns: Any) -> None:
         with measuring.meter()() as count:
-            plain(self, calls, stop, turns)
-        made.append(tuple(count.trace))
+            original_run(self, calls, stop, turns)
+        traces.append(tuple(count.trace))
 
     monkeypatch.setattr(Executor, "_run", traced)
     steps(Target.of(FAR))
     allocator = cuda_caching.Caching()
     for nbytes in cuda_caching.WORKSPACES:
         allocator.take(nbytes)
-    allocator.drop(allocator.take(cuda_caching.room_nbytes(made) or 1))
-    for trace in made:
+    allocator.drop(allocator.take(cuda_caching.room_nbytes(traces) or 1))
+    for trace in traces:
         allocator.replay(trace)
-    assert len(made) == 3 and all(map(len, made)) and 2 * allocator.reserved <= pool
+    assert len(traces) == 3 and all(map(len, traces)) and 2 * allocator.reserved <= pool
 
 
 @pytest.mark.torch
@@ -66,23 +66,28 @@ def test_the_row_is_in_the_plan_and_in_its_limit() -> None:
     """Also in a search, and in what a refusal says. Larger pieces of the loss head make a larger pool."""
     shape = StepShape(Config(16_000, 256, 64, 2, 128, 2, 2), 8, 256, max_norm=1.0)
     request = Request(AdamW(), Rates(1e11, 1e10), target=Target((CUDA,)))
-    whole = request.plans(shape)
-    row = next(nbytes for name, nbytes, _ in parts(whole, "cuda") if name == "pool")
-    kernels, arena = whole.largest.arena("cuda").pool_nbytes, whole.largest.arena("cuda").nbytes
-    assert not [b for b in whole.largest.buffers if b.category == "workspace"]
-    assert row == whole.pool_nbytes("cuda") >= kernels > 2 * sum(cuda_caching.WORKSPACES)
+    full_plans = request.plans(shape)
+    row = next(nbytes for name, nbytes, _ in parts(full_plans, "cuda") if name == "pool")
+    kernels, arena = (
+        full_plans.largest.arena("cuda").pool_nbytes,
+        full_plans.largest.arena("cuda").nbytes,
+    )
+    assert not [b for b in full_plans.largest.buffers if b.category == "workspace"]
+    assert row == full_plans.pool_nbytes("cuda") >= kernels > 2 * sum(cuda_caching.WORKSPACES)
     assert kernels > 2 * (256 * 16_000 * 4) + 2 * sum(
         cuda_caching.WORKSPACES
     )  # a piece of 256 logits
-    buffers = cuda_caching.buffers_nbytes(whole._buffers("cuda")) - sum(whole._buffers("cuda"))
-    assert row == kernels + buffers and arena + row < whole.nbytes_in("cuda")
-    limit = whole.nbytes_in("cuda") - (8 << 20)
+    buffers = cuda_caching.buffers_nbytes(full_plans._buffers("cuda")) - sum(
+        full_plans._buffers("cuda")
+    )
+    assert row == kernels + buffers and arena + row < full_plans.nbytes_in("cuda")
+    limit = full_plans.nbytes_in("cuda") - (8 << 20)
     answer = search(shape, replace(request, limits={"cuda": limit}))
-    less = request.plans(answer.shape)
-    assert answer.fits and answer.shape != shape and less.nbytes_in("cuda") <= limit
-    more = request.plans(replace(shape, chunk=1024)).largest.arena("cuda").pool_nbytes
-    assert more > kernels + 2 * (40 << 20)
-    refused = full(replace(whole, baseline=1), {"cuda": limit}, "")
+    limited_plans = request.plans(answer.shape)
+    assert answer.fits and answer.shape != shape and limited_plans.nbytes_in("cuda") <= limit
+    larger_pool = request.plans(replace(shape, chunk=1024)).largest.arena("cuda").pool_nbytes
+    assert larger_pool > kernels + 2 * (40 << 20)
+    refused = full(replace(full_plans, baseline=1), {"cuda": limit}, "")
     assert refused is not None and f"pool      {size_text(row):>10}" in refused
 
 
@@ -105,16 +110,16 @@ def test_each_pool_gets_its_room_before_kernels_run(monkeypatch: pytest.MonkeyPa
 def test_a_run_says_what_was_taken_and_planned(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "output": folder / "m.gguf", "device": "torch:cpu:1", "preset": "1m", "ctx": 32, "batch_size": 2, "iters": 1,
         "threads": 1, "sample_every": 0, "overwrite": True, "warmup_ratio": 0.0,
     }  # fmt: skip
-    for taken in (1 << 20, 1 << 40):
-        monkeypatch.setattr(Apart, "taken", taken)
+    for peak_nbytes in (1 << 20, 1 << 40):
+        monkeypatch.setattr(Apart, "taken", peak_nbytes)
         said = list[str]()
-        done = pt.train(folder / "text.txt", on_message=said.append, **asked)
+        done = pt.train(folder / "text.txt", on_message=said.append, **options)
         (line,) = (x for x in said if x.startswith("the memory of torch:cpu:1: peak"))
-        beyond = taken > done.plan.plans.nbytes_in("torch:cpu:1")
-        assert ("PyTorch took more there than was planned" in line) == beyond
+        exceeds_plan = peak_nbytes > done.plan.plans.nbytes_in("torch:cpu:1")
+        assert ("PyTorch took more there than was planned" in line) == exceeds_plan
     end = (folder / "m.run/metrics.jsonl").read_text().splitlines()[-1]
-    assert f'"peak_bytes": {taken}' in end
+    assert f'"peak_bytes": {peak_nbytes}' in end

@@ -59,35 +59,38 @@ def end(path: Path, data: Path) -> np.ndarray:
 )
 def test_with_data_a_file_computes_more_nearly_the_same(tmp_path, name, mix):
     random_model(tmp_path / "m.gguf", name)
-    data, held = write_text(tmp_path / "a.txt"), write_text(tmp_path / "b.txt", seed=1)
-    given = Quantize(tmp_path / "m.gguf", tmp_path / "plain.gguf", mix, pure=True)
-    quantize.run(given)
-    quantize.run(replace(given, output=tmp_path / "with.gguf", calibrate=data))
-    want = end(given.model, held)
-    plain, found = (
-        np.square(end(tmp_path / f"{which}.gguf", held) - want).sum() for which in ("plain", "with")
+    data, heldout_path = write_text(tmp_path / "a.txt"), write_text(tmp_path / "b.txt", seed=1)
+    settings = Quantize(tmp_path / "m.gguf", tmp_path / "plain.gguf", mix, pure=True)
+    quantize.run(settings)
+    quantize.run(replace(settings, output=tmp_path / "with.gguf", calibrate=data))
+    reference = end(settings.model, heldout_path)
+    plain_error, calibrated_error = (
+        np.square(end(tmp_path / f"{stem}.gguf", heldout_path) - reference).sum()
+        for stem in ("plain", "with")
     )
-    assert found < 0.8 * plain
-    one, other = GGUF(tmp_path / "plain.gguf"), GGUF(tmp_path / "with.gguf")
-    assert one.values.keys() == other.values.keys()
-    assert {n: e.dtype for n, e in one.entries.items()} == {
-        n: e.dtype for n, e in other.entries.items()
+    assert calibrated_error < 0.8 * plain_error
+    plain_file, calibrated_file = GGUF(tmp_path / "plain.gguf"), GGUF(tmp_path / "with.gguf")
+    assert plain_file.values.keys() == calibrated_file.values.keys()
+    assert {n: e.dtype for n, e in plain_file.entries.items()} == {
+        n: e.dtype for n, e in calibrated_file.entries.items()
     }
 
 
 @pytest.mark.parametrize("mix", ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XXS", "IQ1_M"))
 def test_points_chosen_with_data_do_better_than_an_importance_matrix_of_it(settings, capsys, mix):
-    weights, held = settings.model.with_name("i.gguf"), settings.model.with_name("b.txt")
+    weights, heldout_path = settings.model.with_name("i.gguf"), settings.model.with_name("b.txt")
     imatrix.run(Imatrix(settings.model, settings.calibrate, weights))
-    given = replace(settings, type=mix, pure=False)
-    plainly = given.model.with_name("plain.gguf")
-    quantize.run(replace(given, output=plainly, calibrate=None, imatrix=weights))
-    quantize.run(given)
-    write_text(held, seed=1)
-    want = end(given.model, held)
-    plain, found = (np.square(end(p, held) - want).sum() for p in (plainly, given.output))
-    assert found < 0.85 * plain
-    types = [{e.dtype for e in GGUF(p).entries.values()} for p in (plainly, given.output)]
+    request = replace(settings, type=mix, pure=False)
+    imatrix_output = request.model.with_name("plain.gguf")
+    quantize.run(replace(request, output=imatrix_output, calibrate=None, imatrix=weights))
+    quantize.run(request)
+    write_text(heldout_path, seed=1)
+    reference = end(request.model, heldout_path)
+    imatrix_error, calibrated_error = (
+        np.square(end(p, heldout_path) - reference).sum() for p in (imatrix_output, request.output)
+    )
+    assert calibrated_error < 0.85 * imatrix_error
+    types = [{e.dtype for e in GGUF(p).entries.values()} for p in (imatrix_output, request.output)]
     assert types[0] == types[1] and any(dtype.points for dtype in types[0])
 
 
@@ -95,9 +98,9 @@ def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize
     quantize.run(settings)
     (line,) = (s for s in capsys.readouterr().err.splitlines() if s.startswith("quantizing reads"))
     assert int(line.split()[2].replace(",", "")) > 1024
-    made, again = GGUF(settings.output), replace(settings, overwrite=True)
-    assert made.metadata["general.file_type"] == 2
-    assert all(e.dtype.name == "q4_0" for e in made.entries.values() if len(e.shape) > 1)
+    quantized, rerun = GGUF(settings.output), replace(settings, overwrite=True)
+    assert quantized.metadata["general.file_type"] == 2
+    assert all(e.dtype.name == "q4_0" for e in quantized.entries.values() if len(e.shape) > 1)
     settings.output.rename(done := settings.output.with_name("done.gguf"))
     settings.output.write_bytes(b"before")
     for change, said in (
@@ -112,24 +115,24 @@ def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize
         ({"imatrix": settings.model}, "--calibrate: the data says more than --imatrix"),
     ):
         with pytest.raises((InputError, DoesNotFit), match=said):
-            quantize.run(replace(again, **change))
+            quantize.run(replace(rerun, **change))
         assert settings.output.read_bytes() == b"before"
 
 
 @pytest.mark.parametrize("work", ["quantize", "imatrix"])
 def test_a_refusal_names_the_least_memory_and_that_will_do(settings: Quantize, work: str):
-    given: list[str | Path] = [settings.model, "--data", settings.calibrate, "-o", settings.output]
+    args: list[str | Path] = [settings.model, "--data", settings.calibrate, "-o", settings.output]
     if work == "quantize":
-        given = [settings.model, settings.output, "Q4_0", "--calibrate", settings.calibrate]
+        args = [settings.model, settings.output, "Q4_0", "--calibrate", settings.calibrate]
 
     def tried(memory: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "packtrain", work, *map(str, given), "--memory", memory]
+        command = [sys.executable, "-m", "packtrain", work, *map(str, args), "--memory", memory]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     refused = tried("1MiB")
-    least = re.search(r"the smallest that would do is (\w+)$", refused.stderr.splitlines()[-1])
-    assert refused.returncode == 3 and least, refused.stderr
-    done = tried(least[1])
+    min_budget = re.search(r"the smallest that would do is (\w+)$", refused.stderr.splitlines()[-1])
+    assert refused.returncode == 3 and min_budget, refused.stderr
+    done = tried(min_budget[1])
     assert done.returncode == 0, done.stderr
 
 
@@ -137,15 +140,15 @@ def test_it_stays_in_its_memory(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setitem(CONFIGS, "wide", replace(CONFIGS["llama"], feed_forward_length=2048))
     random_model(tmp_path / "m.gguf", "wide")
     data = write_text(tmp_path / "a.txt", 6000)
-    given = Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q3_K_M", calibrate=data)
-    quantize.run(given)
+    settings = Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q3_K_M", calibrate=data)
+    quantize.run(settings)
     read = []
-    for more in (240, 120):
+    for extra_mib in (240, 120):
         settle()
-        limit = private_nbytes() + (more << 20)
+        limit = private_nbytes() + (extra_mib << 20)
         capsys.readouterr()
         with Peak() as peak:
-            quantize.run(replace(given, memory=f"{limit // 1024}KiB", overwrite=True))
+            quantize.run(replace(settings, memory=f"{limit // 1024}KiB", overwrite=True))
         assert peak.nbytes <= limit, (limit - peak.baseline, peak.nbytes - peak.baseline)
         (line,) = (
             s for s in capsys.readouterr().err.splitlines() if s.startswith("quantizing reads")
@@ -162,15 +165,15 @@ TOO_FEW = r"few.txt has [\d,]+ tokens, too few to say what a model is for; 1,024
 
 @pytest.fixture
 def measured(settings: Quantize, capsys) -> Path:
-    made = settings.model.with_name("i.gguf")
+    imatrix_path = settings.model.with_name("i.gguf")
     assert settings.calibrate is not None
-    imatrix.run(Imatrix(settings.model, settings.calibrate, made))
-    assert f"{made}: 14 matrices" in capsys.readouterr().out
-    return made
+    imatrix.run(Imatrix(settings.model, settings.calibrate, imatrix_path))
+    assert f"{imatrix_path}: 14 matrices" in capsys.readouterr().out
+    return imatrix_path
 
 
 def test_sums_are_of_what_matrices_read(settings: Quantize, measured: Path):
-    model, found, file = open_model(settings.model), load(measured), GGUF(measured)
+    model, importance, file = open_model(settings.model), load(measured), GGUF(measured)
     assert settings.calibrate is not None
     data = calibration(settings.calibrate, model, Events())
     rows = [data[i] for i in range(len(data))]
@@ -179,17 +182,19 @@ def test_sums_are_of_what_matrices_read(settings: Quantize, measured: Path):
         [model.weight("token_embd.weight")[r["tokens"]][k] for r, k in zip(rows, real, strict=True)]
     ).astype(np.float64)
     x /= np.sqrt(np.square(x).mean(-1, keepdims=True) + model.config.rms_eps)
-    wanted = np.square(x * model.weight("blk.0.attn_norm.weight")).sum(0)
-    np.testing.assert_allclose(found.sums[V][0], wanted, rtol=1e-5)
-    assert found.counts[V].tolist() == [len(x)] == found.counts[DOWN].tolist()
+    expected = np.square(x * model.weight("blk.0.attn_norm.weight")).sum(0)
+    np.testing.assert_allclose(importance.sums[V][0], expected, rtol=1e-5)
+    assert importance.counts[V].tolist() == [len(x)] == importance.counts[DOWN].tolist()
     assert file.metadata["general.type"] == "imatrix"
     assert file.metadata["imatrix.datasets"] == [b"text.txt"]
     assert file.metadata["imatrix.chunk_count"] == len(rows)
     assert file.metadata["imatrix.chunk_size"] == data.time
     assert file.entries[f"{V}.in_sum2"].shape == (x.shape[1],)
     assert file.entries[f"{V}.counts"].shape == (1,)
-    inside = {n for n, e in model.gguf.entries.items() if n[:4] == "blk." and len(e.shape) > 1}
-    assert found.sums.keys() == inside
+    matrix_names = {
+        n for n, e in model.gguf.entries.items() if n[:4] == "blk." and len(e.shape) > 1
+    }
+    assert importance.sums.keys() == matrix_names
 
 
 def test_groups_of_rows_add_up(settings: Quantize, measured: Path, monkeypatch):
@@ -197,26 +202,30 @@ def test_groups_of_rows_add_up(settings: Quantize, measured: Path, monkeypatch):
     parts = measured.with_name("parts.gguf")
     assert settings.calibrate is not None
     imatrix.run(Imatrix(settings.model, settings.calibrate, parts, memory="4GiB"))
-    whole, found = load(measured), load(parts)
-    for name, sums in whole.sums.items():
-        np.testing.assert_allclose(found.sums[name], sums, rtol=1e-5)
-        assert (found.counts[name] == whole.counts[name]).all()
+    full_importance, grouped_importance = load(measured), load(parts)
+    for name, sums in full_importance.sums.items():
+        np.testing.assert_allclose(grouped_importance.sums[name], sums, rtol=1e-5)
+        assert (grouped_importance.counts[name] == full_importance.counts[name]).all()
 
 
 def test_errors_count_by_it(settings: Quantize, measured: Path):
     by = replace(settings, calibrate=None, imatrix=measured, type="Q4_K")
     quantize.run(by)
-    given, made, found = GGUF(settings.model), GGUF(settings.output), load(measured)
+    source, quantized, importance = GGUF(settings.model), GGUF(settings.output), load(measured)
     for name in (V, DOWN):
-        weights = found.sums[name][0] / found.counts[name][0]
-        wanted = packed(given.array(name), made.entries[name].dtype, weights)
-        assert made.array(name).tobytes() == wanted.tobytes()
-        assert wanted.tobytes() != packed(given.array(name), made.entries[name].dtype).tobytes()
+        weights = importance.sums[name][0] / importance.counts[name][0]
+        expected = packed(source.array(name), quantized.entries[name].dtype, weights)
+        assert quantized.array(name).tobytes() == expected.tobytes()
+        assert (
+            expected.tobytes()
+            != packed(source.array(name), quantized.entries[name].dtype).tobytes()
+        )
     said = {"file": str(measured), "dataset": "text.txt", "entries_count": 14}
     assert (
         said.items()
         <= {
-            key.removeprefix("quantize.imatrix."): value for key, value in made.metadata.items()
+            key.removeprefix("quantize.imatrix."): value
+            for key, value in quantized.metadata.items()
         }.items()
     )
 
@@ -225,15 +234,15 @@ def test_blocks_that_share_keys_are_measured(tmp_path: Path):
     random_model(tmp_path / "m.gguf", "gemma4")
     data = write_text(tmp_path / "a.txt")
     imatrix.run(Imatrix(tmp_path / "m.gguf", data, tmp_path / "i.gguf"))
-    model, found = open_model(tmp_path / "m.gguf"), load(tmp_path / "i.gguf")
+    model, importance = open_model(tmp_path / "m.gguf"), load(tmp_path / "i.gguf")
     rows = calibration(data, model, Events())
     streams = Streams(model, {}, [rows[i] for i in range(len(rows))])
     for i in range(3):
         streams.advance(streams.block(i))
     x = np.concatenate([h[0][k[0]] for h, k in zip(streams.x, streams.real, strict=True)])
     x /= np.sqrt(np.square(x).mean(-1, keepdims=True) + model.config.rms_eps)
-    wanted = np.square(x * model.weight("blk.3.attn_norm.weight")).sum(0)
-    np.testing.assert_allclose(found.sums["blk.3.attn_q.weight"][0], wanted, rtol=1e-4)
+    expected = np.square(x * model.weight("blk.3.attn_norm.weight")).sum(0)
+    np.testing.assert_allclose(importance.sums["blk.3.attn_q.weight"][0], expected, rtol=1e-4)
 
 
 def test_no_more_tokens_are_read_than_asked_for(tmp_path: Path):
@@ -241,9 +250,9 @@ def test_no_more_tokens_are_read_than_asked_for(tmp_path: Path):
     random_model(tmp_path / "m.gguf", "llama tied")
     data = write_text(tmp_path / "a.txt")
     model = tmp_path / "m.gguf"
-    whole = imatrix.run(Imatrix(model, data, tmp_path / "a.gguf", tokens=300))
-    few = imatrix.run(Imatrix(model, data, tmp_path / "b.gguf", tokens=90))
-    assert (whole, few) == (0, 0)
+    full_code = imatrix.run(Imatrix(model, data, tmp_path / "a.gguf", tokens=300))
+    limited_code = imatrix.run(Imatrix(model, data, tmp_path / "b.gguf", tokens=90))
+    assert (full_code, limited_code) == (0, 0)
     counts = [load(tmp_path / f"{name}.gguf").counts["blk.0.attn_q.weight"][0] for name in "ab"]
     assert counts[1] <= 90 < open_model(model).config.context_length < counts[0] <= 300
 
@@ -255,18 +264,18 @@ def test_experts_have_a_row_each(tmp_path: Path, capsys):
         main(["imatrix", f"{tmp_path}/m.gguf", "--data", str(data), "-o", f"{tmp_path}/i.gguf"])
         == 0
     )
-    found, down = load(tmp_path / "i.gguf"), "blk.0.ffn_down_exps.weight"
-    assert len(found.sums[down]) == config.expert_count
-    tokens = found.counts["blk.0.attn_q.weight"][0]
-    assert found.counts[down].sum() == tokens * config.expert_used_count
-    given = Quantize(
+    importance, down = load(tmp_path / "i.gguf"), "blk.0.ffn_down_exps.weight"
+    assert len(importance.sums[down]) == config.expert_count
+    tokens = importance.counts["blk.0.attn_q.weight"][0]
+    assert importance.counts[down].sum() == tokens * config.expert_used_count
+    request = Quantize(
         tmp_path / "m.gguf", tmp_path / "q.gguf", "Q5_0", pure=True, imatrix=tmp_path / "i.gguf"
     )
-    quantize.run(given)
-    model, made, weights = GGUF(given.model), GGUF(given.output), found.weights(down)
+    quantize.run(request)
+    model, quantized, weights = GGUF(request.model), GGUF(request.output), importance.weights(down)
     for i in range(config.expert_count):
-        wanted = packed(model.array(down)[i], made.entries[down].dtype, weights[i])
-        assert made.array(down)[i].tobytes() == wanted.tobytes()
+        expected = packed(model.array(down)[i], quantized.entries[down].dtype, weights[i])
+        assert quantized.array(down)[i].tobytes() == expected.tobytes()
 
 
 def changed(path: Path, **tensors: np.ndarray | None) -> Path:
@@ -280,15 +289,15 @@ def changed(path: Path, **tensors: np.ndarray | None) -> Path:
 
 def test_a_model_with_damaged_weights_has_no_importance_matrix(settings: Quantize, tmp_path: Path):
     arrays = {"blk.0.attn_norm.weight": np.full(256, np.nan, np.float32)}
-    bad = changed(settings.model, **arrays)
+    damaged_model = changed(settings.model, **arrays)
     with pytest.raises(InputError, match=r"the inputs of blk\.0\..* are not finite"):
-        imatrix.run(Imatrix(bad, settings.calibrate, tmp_path / "i.gguf"))
+        imatrix.run(Imatrix(damaged_model, settings.calibrate, tmp_path / "i.gguf"))
     assert not (tmp_path / "i.gguf").exists()
 
 
 def test_matrices_of_other_models_are_refused(settings: Quantize, measured: Path, tmp_path: Path):
     by = replace(settings, calibrate=None, imatrix=measured)
-    sums, counts, one = f"{V}.in_sum2", f"{V}.counts", np.ones(1, np.float32)
+    sums, counts, ones = f"{V}.in_sum2", f"{V}.counts", np.ones(1, np.float32)
     wrong = {
         f"{V} has 7 weights, in .*m.gguf 256 inputs; measure this model": {
             sums: np.ones(7, np.float32)
@@ -304,10 +313,10 @@ def test_matrices_of_other_models_are_refused(settings: Quantize, measured: Path
     with pytest.raises(InputError, match=r"m.gguf: this is not an importance matrix; `packtrain"):
         quantize.run(replace(by, imatrix=settings.model))
     kind = {"general.type": Value("string", "imatrix")}
-    write(tmp_path / "none.gguf", kind, {"x": one})
+    write(tmp_path / "none.gguf", kind, {"x": ones})
     with pytest.raises(InputError, match=r"none.gguf: there are no sums in it"):
         quantize.run(replace(by, imatrix=tmp_path / "none.gguf"))
-    write(tmp_path / "far.gguf", kind, {"a.in_sum2": one, "a.counts": one})
+    write(tmp_path / "far.gguf", kind, {"a.in_sum2": ones, "a.counts": ones})
     with pytest.raises(InputError, match=r"it has no weights for any matrix of .*m.gguf; measure"):
         quantize.run(replace(by, imatrix=tmp_path / "far.gguf"))
     assert not settings.output.exists()
@@ -316,12 +325,12 @@ def test_matrices_of_other_models_are_refused(settings: Quantize, measured: Path
 def test_matrices_without_weights_are_said(settings: Quantize, measured: Path, capsys):
     names = {f"{V}.in_sum2": None, f"{V}.counts": None}
     quantize.run(replace(settings, calibrate=None, imatrix=changed(measured, **names)))
-    told = capsys.readouterr()
-    assert f"other.gguf has no weights for 1 matrix, the first: {V}" in told.out + told.err
+    captured = capsys.readouterr()
+    assert f"other.gguf has no weights for 1 matrix, the first: {V}" in captured.out + captured.err
 
 
 def test_data_must_be_enough_to_measure(settings: Quantize):
-    few = write_text(settings.model.with_name("few.txt"), 90)
+    short_text = write_text(settings.model.with_name("few.txt"), 90)
     with pytest.raises(InputError, match=TOO_FEW):
-        imatrix.run(Imatrix(settings.model, few, settings.output))
+        imatrix.run(Imatrix(settings.model, short_text, settings.output))
     assert not settings.output.exists()

@@ -35,14 +35,18 @@ def on_stack(frame: FrameType | None) -> Iterator[Any]:
 def held(value: Any) -> Iterator[Any]:
     """What a value has as attributes, or as elements of attributes."""
     slots = (getattr(cls, "__slots__", ()) for cls in type(value).__mro__)
-    names = {name for own in slots for name in ([own] if isinstance(own, str) else own)}
+    names = {
+        name
+        for slot_names in slots
+        for name in ([slot_names] if isinstance(slot_names, str) else slot_names)
+    }
     for name in names | vars(value).keys() if hasattr(value, "__dict__") else names:
-        found = getattr(value, name, None)
-        elements: Iterable[Any] = [found]
-        if isinstance(found, Mapping):
-            elements = [*found.keys(), *found.values()]
-        elif isinstance(found, list | tuple | set | frozenset):
-            elements = found
+        attribute = getattr(value, name, None)
+        elements: Iterable[Any] = [attribute]
+        if isinstance(attribute, Mapping):
+            elements = [*attribute.keys(), *attribute.values()]
+        elif isinstance(attribute, list | tuple | set | frozenset):
+            elements = attribute
         yield from filter(ours, elements)
 
 
@@ -59,7 +63,7 @@ def test_a_step_passes_few_types(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setitem(opt_step_adamw.kernels, "cpu", Kernel(run, kernel.strided))
     (tmp_path / "t.txt").write_text("\n".join(f"a line of words {i}" for i in range(300)))
-    given = ["--data", str(tmp_path / "t.txt"), "-o", str(tmp_path / "m.gguf"), "--iters", "1"]
-    small = "--dim 32 --layers 1 --heads 2 --ctx 16 --vocab-size 300 --batch-size 2"
-    assert main(["train", *given, *small.split()]) == 0
+    io_flags = ["--data", str(tmp_path / "t.txt"), "-o", str(tmp_path / "m.gguf"), "--iters", "1"]
+    size_flags = "--dim 32 --layers 1 --heads 2 --ctx 16 --vocab-size 300 --batch-size 2"
+    assert main(["train", *io_flags, *size_flags.split()]) == 0
     assert 10 < len(seen) < MOST, sorted(cls.__qualname__ for cls in seen)

@@ -80,17 +80,17 @@ class Gpus:
 
     def batch(self, moves: list[Any]) -> list[Any]:
         self.log.append(len(moves))
-        for how, what, peer in moves:
-            how(what, peer)
+        for operation, tensor, peer in moves:
+            operation(tensor, peer)
         return [None] * len(moves)
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    made = Gpus()
-    modules = {"torch": made.torch, "torch.distributed": made.distributed}
+    fake_gpus = Gpus()
+    modules = {"torch": fake_gpus.torch, "torch.distributed": fake_gpus.distributed}
     monkeypatch.setattr(transport, "import_module", modules.__getitem__)
-    return made
+    return fake_gpus
 
 
 def test_each_process_of_a_machine_takes_the_gpu_of_its_number(gpus, monkeypatch):

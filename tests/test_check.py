@@ -36,8 +36,8 @@ def test_functions_and_their_gradients(name: str) -> None:
 
 
 def test_every_type_that_an_op_takes_is_checked() -> None:
-    found = [one.dtype for one in check_cases.checked_values("matmul", (cpu,))]
-    assert {"f32", "f16", "bf16", "q8_0", "q4_K", "iq4_xs", "mxfp4"} <= {*found}
+    dtypes = [value.dtype for value in check_cases.checked_values("matmul", (cpu,))]
+    assert {"f32", "f16", "bf16", "q8_0", "q4_K", "iq4_xs", "mxfp4"} <= {*dtypes}
 
 
 def test_the_table_and_the_files(
@@ -48,10 +48,12 @@ def test_the_table_and_the_files(
     shown = capsys.readouterr().out
     assert re.search(r"^neg +f32 +cpu +10 +0\.0e\+00", shown, re.MULTILINE)
     assert re.search(r"^pad +f32 +float64 ", shown, re.MULTILINE)
-    made = json.loads(file.read_text())
-    count = sum(row["cases"] for row in made["rows"])
-    assert f"{made['cases']} cases of 2 ops and functions in" in shown and count == made["cases"]
-    assert made["failed"] == []
+    report = json.loads(file.read_text())
+    count = sum(row["cases"] for row in report["rows"])
+    assert (
+        f"{report['cases']} cases of 2 ops and functions in" in shown and count == report["cases"]
+    )
+    assert report["failed"] == []
     monkeypatch.setattr(check_table, "has_torch", lambda: False)
     assert main(["check", "neg"]) == 0
     assert (
@@ -119,5 +121,7 @@ def test_what_cannot_be_checked_is_said(
 def test_the_page_lists_the_registry_as_it_is() -> None:
     listed = [line[2:].split(" | ") for line in PAGE.read_text().splitlines() if line[:3] == "| `"]
     assert PAGE.read_text().startswith(check_table.PAGE)
-    made = [check_table.about(name) for name in check_cases.names()]
-    assert [row[:COLUMNS] for row in listed] == made, "write it again: packtrain check --markdown"
+    expected = [check_table.about(name) for name in check_cases.names()]
+    assert [row[:COLUMNS] for row in listed] == expected, (
+        "write it again: packtrain check --markdown"
+    )

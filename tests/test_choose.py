@@ -19,23 +19,29 @@ from tests.architectures import random_model
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A base in Q8_0, an adapter and a whole model that have learned to say yes and no."""
-    made = tmp_path_factory.mktemp("choose")
-    random_model(made / "base.gguf", "llama tied")
+    directory = tmp_path_factory.mktemp("choose")
+    random_model(directory / "base.gguf", "llama tied")
     rng, lines = random.Random(0), []
     for _ in range(48):
-        sure = rng.random() < 0.5
-        asked = "is it so" if sure else "what else"
-        lines.append({"prompt": asked, "completion": "a #### yes" if sure else "b #### no"})
-    (made / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (made / "test.jsonl").write_text("\n".join(map(json.dumps, lines[:6])))
-    assert main(["quantize", str(made / "base.gguf"), str(made / "q8.gguf"), "q8_0"]) == 0
-    usual = ["--data", str(made / "train.jsonl"), "--val-split", "0", "--no-tensorboard"]
-    usual += ["--batch-size", "2", "--lr", "0.003"]
-    full = ["--full", "--epochs", "8", "-o", str(made / "tuned.gguf")]
-    assert main(["finetune", str(made / "base.gguf"), *usual, *full]) == 0
-    beside = ["--epochs", "8", "--merge", "none", "-o", str(made / "lora.gguf")]
-    assert main(["finetune", str(made / "q8.gguf"), *usual, *beside]) == 0
-    return made
+        is_yes = rng.random() < 0.5
+        prompt = "is it so" if is_yes else "what else"
+        lines.append({"prompt": prompt, "completion": "a #### yes" if is_yes else "b #### no"})
+    (directory / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (directory / "test.jsonl").write_text("\n".join(map(json.dumps, lines[:6])))
+    assert main(["quantize", str(directory / "base.gguf"), str(directory / "q8.gguf"), "q8_0"]) == 0
+    common_flags = [
+        "--data",
+        str(directory / "train.jsonl"),
+        "--val-split",
+        "0",
+        "--no-tensorboard",
+    ]
+    common_flags += ["--batch-size", "2", "--lr", "0.003"]
+    full = ["--full", "--epochs", "8", "-o", str(directory / "tuned.gguf")]
+    assert main(["finetune", str(directory / "base.gguf"), *common_flags, *full]) == 0
+    lora_flags = ["--epochs", "8", "--merge", "none", "-o", str(directory / "lora.gguf")]
+    assert main(["finetune", str(directory / "q8.gguf"), *common_flags, *lora_flags]) == 0
+    return directory
 
 
 def losses(folder: Path, *models: Path) -> list[float]:
@@ -46,51 +52,53 @@ def test_the_smallest_that_keeps_enough_is_written(folder: Path, tmp_path: Path)
     base, tuned = folder / "base.gguf", folder / "tuned.gguf"
     output, rows = tmp_path / "out.gguf", list[str]()
     types = ["f16", "q8_0", "q4_0"]
-    found = pt.choose(
+    choice = pt.choose(
         base, tuned, output, folder / "test.jsonl", type=types, on_message=rows.append
     )
-    assert [(one.name, one.how) for one in found.tries] == [(name, "plain") for name in types]
-    before, after, stored = losses(folder, base, tuned, output)
-    assert (found.base, found.tuned) == (before, after)
-    assert found.best.loss == stored and found.best.nbytes == output.stat().st_size
-    assert found.best.kept == pytest.approx((before - stored) / (before - after))
-    enough = [one for one in found.tries if one.kept >= 0.98]
-    assert found.enough and found.best.nbytes == min(one.nbytes for one in enough)
+    assert [(attempt.name, attempt.how) for attempt in choice.tries] == [
+        (name, "plain") for name in types
+    ]
+    base_loss, tuned_loss, stored = losses(folder, base, tuned, output)
+    assert (choice.base, choice.tuned) == (base_loss, tuned_loss)
+    assert choice.best.loss == stored and choice.best.nbytes == output.stat().st_size
+    assert choice.best.kept == pytest.approx((base_loss - stored) / (base_loss - tuned_loss))
+    sufficient = [attempt for attempt in choice.tries if attempt.kept >= 0.98]
+    assert choice.enough and choice.best.nbytes == min(attempt.nbytes for attempt in sufficient)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf"]
 
 
 def test_none_is_enough(folder: Path, tmp_path: Path, capsys) -> None:
     """The one that keeps most is written, and it is said."""
-    given = ["choose", folder / "base.gguf", folder / "tuned.gguf", "-o", tmp_path / "out.gguf"]
-    given += ["--data", folder / "test.jsonl", "--keep", "1", "--type", "q4_0", "--type", "q5_0"]
-    assert main([*map(str, given), "--svg", str(tmp_path / "out.svg")]) == 0
+    args = ["choose", folder / "base.gguf", folder / "tuned.gguf", "-o", tmp_path / "out.gguf"]
+    args += ["--data", folder / "test.jsonl", "--keep", "1", "--type", "q4_0", "--type", "q5_0"]
+    assert main([*map(str, args), "--svg", str(tmp_path / "out.svg")]) == 0
     said = capsys.readouterr()
-    kept = [float(row.split("keeps ")[1].rstrip("%")) for row in said.out.splitlines()]
-    if max(kept) < 100:
+    percentages = [float(row.split("keeps ")[1].rstrip("%")) for row in said.out.splitlines()]
+    if max(percentages) < 100:
         assert "no file keeps 100% of the gain" in said.err
-    assert kept[-1] == max(kept)
+    assert percentages[-1] == max(percentages)
     words = [e.text for e in ET.parse(tmp_path / "out.svg").iter() if e.text]
     assert {"q4_0", "q5_0", "● plain"} <= set(words)
 
 
 def test_an_adapter_is_merged_first(folder: Path, tmp_path: Path) -> None:
     base, lora = folder / "q8.gguf", folder / "lora.run/adapter.gguf"
-    found = pt.choose(
+    choice = pt.choose(
         base, lora, tmp_path / "out.gguf", folder / "test.jsonl", type=["q4_0"],
         also=[folder / "tuned.gguf"], aware=[base], calibrate=folder / "train.jsonl",
     )  # fmt: skip
-    ways = [(one.name, one.how) for one in found.tries]
-    assert ways[:2] == [("as the base", "plain"), ("as the base", "with data")]
-    assert ways[-2:] == [("q8_0", "aware"), (str(folder / "tuned.gguf"), "as it is")]
+    attempts = [(attempt.name, attempt.how) for attempt in choice.tries]
+    assert attempts[:2] == [("as the base", "plain"), ("as the base", "with data")]
+    assert attempts[-2:] == [("q8_0", "aware"), (str(folder / "tuned.gguf"), "as it is")]
     merged = pt.merge(base, lora, tmp_path / "merged.gguf").output
-    assert found.tries[0].loss == losses(folder, merged)[0]
-    if found.best.how == "as it is":
+    assert choice.tries[0].loss == losses(folder, merged)[0]
+    if choice.best.how == "as it is":
         assert (tmp_path / "out.gguf").read_bytes() == (folder / "tuned.gguf").read_bytes()
 
 
 def test_the_order_of_tries():
-    keeps = {"a": (30, 0.99), "b": (20, 0.985), "c": (10, 0.97), "d": (5, 0.5)}
-    tries = [Try(name, "plain", n, 0.0, kept) for name, (n, kept) in keeps.items()]
+    candidates = {"a": (30, 0.99), "b": (20, 0.985), "c": (10, 0.97), "d": (5, 0.5)}
+    tries = [Try(name, "plain", n, 0.0, retained) for name, (n, retained) in candidates.items()]
     assert [one.name for one in sorted(tries, key=lambda one: _order(0.98, one))] == [*"bacd"]
 
 
@@ -108,12 +116,12 @@ def test_the_order_of_tries():
 )  # fmt: skip
 def test_what_is_refused(folder: Path, tmp_path: Path, given, says, monkeypatch) -> None:
     monkeypatch.chdir(folder)
-    before = sorted(folder.iterdir())
-    usual = {"model": "base.gguf", "tuned": "tuned.gguf", "data": "test.jsonl"}
-    asked = usual | {"output": str(tmp_path / "out.gguf"), "type": ["f16"]} | given
+    files_before = sorted(folder.iterdir())
+    defaults = {"model": "base.gguf", "tuned": "tuned.gguf", "data": "test.jsonl"}
+    options = defaults | {"output": str(tmp_path / "out.gguf"), "type": ["f16"]} | given
     with pytest.raises(InputError, match=says):
-        pt.choose(**asked)
-    assert sorted(folder.iterdir()) == before and not list(tmp_path.iterdir())
+        pt.choose(**options)
+    assert sorted(folder.iterdir()) == files_before and not list(tmp_path.iterdir())
 
 
 def test_what_was_there_stays_when_it_fails(folder: Path, tmp_path: Path) -> None:

@@ -45,11 +45,11 @@ def settings(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def chains(numbers: np.ndarray, counts: np.ndarray) -> list[Chain]:
-    made = []
+    sampler_chains = []
     for (temp, p, share), (k, seed, index) in zip(numbers.tolist(), counts.tolist(), strict=True):
-        made.append(Chain(Sampling(temp=temp, top_p=p, min_p=share, top_k=k), seed))
-        made[-1].index = index
-    return made
+        sampler_chains.append(Chain(Sampling(temp=temp, top_p=p, min_p=share, top_k=k), seed))
+        sampler_chains[-1].index = index
+    return sampler_chains
 
 
 def test_the_graph_chooses_what_the_host_chooses(chosen):
@@ -78,16 +78,18 @@ def test_the_host_finishes_what_the_graph_filtered(chosen):
     x = rng.standard_normal((ROWS, VOCAB)).astype(np.float32)
     numbers, counts = settings(rng)
     got = chosen(x, numbers, counts)
-    how = {
+    options = {
         "samplers": "top_k;typ_p;xtc;temperature",
         "typical": 0.9,
         "xtc_probability": 0.5,
         "top_k": 40,
     }
     for row in range(ROWS):
-        pair = [Chain(Sampling(**how), 3) for _ in range(2)]
-        few = Candidates(got["ids"][row].astype(np.int64), got["values"][row].astype(float), True)
-        assert pair[0].choose(few) == pair[1].choose(x[row])
+        pair = [Chain(Sampling(**options), 3) for _ in range(2)]
+        candidates = Candidates(
+            got["ids"][row].astype(np.int64), got["values"][row].astype(float), True
+        )
+        assert pair[0].choose(candidates) == pair[1].choose(x[row])
 
 
 def test_numbers_are_numpys(chosen):

@@ -122,12 +122,12 @@ def texts(made: Context, chains: list[Chain], count: int) -> tuple[list[list[int
         made.remove(seq)
     tokens, seqs = [5, 5, *range(5, 5 + len(chains))], [0, 0, *range(len(chains))]
     for _ in range(count):
-        given = made.choices(tokens, chains, seqs)
-        seen.update(map(type, given))
+        choices = made.choices(tokens, chains, seqs)
+        seen.update(map(type, choices))
         tokens, seqs = [], [*range(len(chains))]
-        for own, one, written in zip(chains, given, ids, strict=True):
-            tokens.append(own.choose(one))
-            own.accept(tokens[-1])
+        for chain, choice, written in zip(chains, choices, ids, strict=True):
+            tokens.append(chain.choose(choice))
+            chain.accept(tokens[-1])
             written.append(tokens[-1])
     return ids, seen
 
@@ -137,55 +137,57 @@ KINDS = {TOKEN: int, CANDIDATES: Candidates, LOGITS: np.ndarray}
 
 @each_chain
 def test_sequences_of_a_context(large: Context, how: dict[str, Any], leaves: str) -> None:
-    made, sampling = large, Sampling(**how)
+    ctx, sampling = large, Sampling(**how)
     assert cut(place_of(sampling), sampling, 1, 0).leaves == leaves
     different = set[int]()
     for seed in range(0, 12, SEQUENCES):
         every = [Chain(sampling, seed + n, [1, 2, 3]) for n in range(SEQUENCES)]
-        same = [one.copy() for one in every]
-        got, seen = texts(made, every, 10)
+        chain_copies = [chain_item.copy() for chain_item in every]
+        got, seen = texts(ctx, every, 10)
         assert seen == {KINDS[leaves]}
         with on_the_host():
-            want, seen = texts(made, same, 10)
-        assert seen == {np.ndarray} and got == want
-        assert [own.mu for own in every] == [own.mu for own in same]
+            expected, seen = texts(ctx, chain_copies, 10)
+        assert seen == {np.ndarray} and got == expected
+        assert [chain.mu for chain in every] == [chain.mu for chain in chain_copies]
         different.update(*got)
     assert len(different) > 3
 
 
 def test_chains_of_several_kinds_in_one_batch(large: Context) -> None:
-    made = large
+    ctx = large
     kinds = [Sampling(**CHAINS[n][0]) for n in (0, 13, 27)]
-    got, seen = texts(made, [Chain(kind, 4) for kind in kinds], 20)
+    got, seen = texts(ctx, [Chain(kind, 4) for kind in kinds], 20)
     assert seen == {int, Candidates, np.ndarray}
     with on_the_host():
-        assert texts(made, [Chain(kind, 4) for kind in kinds], 20)[0] == got
+        assert texts(ctx, [Chain(kind, 4) for kind in kinds], 20)[0] == got
 
 
 @each_chain
 def test_replies_with_and_without_guesses(
     known: Context, small: Context, how: dict[str, Any], leaves: str
 ) -> None:
-    made = Generator(known)
+    generator = Generator(known)
 
     def reply(drafter: Any = None) -> list[int]:
-        own = Reply(made, tokenizer(), PROMPT, Sampling(**how), 7, Limits(40), drafter, 8)
-        "".join(own)
-        return own.ids
+        draft_reply = Reply(
+            generator, tokenizer(), PROMPT, Sampling(**how), 7, Limits(40), drafter, 8
+        )
+        "".join(draft_reply)
+        return draft_reply.ids
 
     with on_the_host():
-        want = reply()
+        expected = reply()
     guessing = SmallModel(Generator(small), 0.0, small.config.vocab_size)
-    assert all(reply(drafter) == want for drafter in (None, Wild(want), guessing))
+    assert all(reply(drafter) == expected for drafter in (None, Wild(expected), guessing))
 
 
 @each_chain
 def test_several_answers(known: Context, how: dict[str, Any], leaves: str) -> None:
 
     def answers() -> list[list[int]]:
-        every = Answers(known, tokenizer(), PROMPT, Sampling(**how), (7, 8, 9), Limits(20))
-        assert [*every]
-        return [one.ids for one in every.every]
+        batch = Answers(known, tokenizer(), PROMPT, Sampling(**how), (7, 8, 9), Limits(20))
+        assert [*batch]
+        return [answer.ids for answer in batch.every]
 
     got = answers()
     with on_the_host():
@@ -196,28 +198,31 @@ def test_several_answers(known: Context, how: dict[str, Any], leaves: str) -> No
 def test_the_command(tmp_path: Path, parallel: int) -> None:
     random_model(tmp_path / "a.gguf", "llama")
     for seed in (1, 2):
-        given = Generate(
+        config = Generate(
             tmp_path / "a.gguf", prompt="the", n_predict=30, seed=seed, temp=1.5, parallel=parallel
         )
-        got = generate(given, Events())
+        got = generate(config, Events())
         with on_the_host():
-            want = generate(given, Events())
-        assert (got.ids, [o.ids for o in got.others]) == (want.ids, [o.ids for o in want.others])
+            expected = generate(config, Events())
+        assert (got.ids, [o.ids for o in got.others]) == (
+            expected.ids,
+            [o.ids for o in expected.others],
+        )
 
 
 def test_only_what_is_needed_leaves() -> None:
     """Logits are read from the device only for chains that need them."""
-    made, read = context(), list[str]()
-    for run in made.runs.values():
+    ctx, outputs_read = context(), list[str]()
+    for run in ctx.runs.values():
         for name, (backend, array) in run.outputs.items():
-            run.outputs[name] = Reading(backend, name, read), array
-    for n, want in ((0, {"token"}), (13, {"ids", "values"}), (27, {"result"})):
-        read.clear()
-        made.choices([3, 4, 5], [Chain(Sampling(**CHAINS[n][0]))])
-        assert set(read) == want
-    read.clear()
-    made.choices([3, 4, 5], [], wanted=[])
-    assert not read
+            run.outputs[name] = Reading(backend, name, outputs_read), array
+    for n, expected in ((0, {"token"}), (13, {"ids", "values"}), (27, {"result"})):
+        outputs_read.clear()
+        ctx.choices([3, 4, 5], [Chain(Sampling(**CHAINS[n][0]))])
+        assert set(outputs_read) == expected
+    outputs_read.clear()
+    ctx.choices([3, 4, 5], [], wanted=[])
+    assert not outputs_read
 
 
 class Reading:
@@ -234,13 +239,13 @@ class Reading:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("n", [0, 1, 13, 27])
 def test_logits_that_are_not_finite_are_seen(n: int, bad: float) -> None:
-    made = context()
-    given = values(LARGE)["output_norm.weight"]
-    given[0] = bad
-    made._session.set({"output_norm.weight": given})
-    own = Chain(Sampling(**CHAINS[n][0]))
+    ctx = context()
+    norm_weight = values(LARGE)["output_norm.weight"]
+    norm_weight[0] = bad
+    ctx._session.set({"output_norm.weight": norm_weight})
+    chain = Chain(Sampling(**CHAINS[n][0]))
     with pytest.raises(InputError, match="the logit of token 0 is not finite"):
-        own.choose(made.choices([3, 4], [own])[0])
+        chain.choose(ctx.choices([3, 4], [chain])[0])
 
 
 def test_each_row_needs_a_chain(large: Context) -> None:
@@ -251,17 +256,17 @@ def test_each_row_needs_a_chain(large: Context) -> None:
 
 
 def test_seeds_of_any_size(large: Context) -> None:
-    made = large
+    ctx = large
     for seed in (0, 2**63 - 1, 2**63, 2**100):
-        got, _ = texts(made, [Chain(Sampling(temp=2.0), seed)], 8)
+        got, _ = texts(ctx, [Chain(Sampling(temp=2.0), seed)], 8)
         with on_the_host():
-            assert texts(made, [Chain(Sampling(temp=2.0), seed)], 8)[0] == got
+            assert texts(ctx, [Chain(Sampling(temp=2.0), seed)], 8)[0] == got
 
 
 def test_settings_of_an_answer_go_with_it():
     """A client may send thousands of biases, and others the next time."""
     sampling = Sampling(logit_bias=("3-1",))
     Chain(sampling).cut()
-    left = weakref.ref(sampling)
+    sampling_ref = weakref.ref(sampling)
     del sampling
-    assert left() is None
+    assert sampling_ref() is None

@@ -73,7 +73,11 @@ def test_generate_goes_on_to_a_full_context(model: Path, capsys: Capture) -> Non
 def test_generate_keeps_what_it_has_when_interrupted(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, write_out, written = signal.getsignal(signal.SIGINT), event_output.write, list[str]()
+    previous_handler, write_out, written = (
+        signal.getsignal(signal.SIGINT),
+        event_output.write,
+        list[str](),
+    )
 
     def then_stop(text: str) -> None:
         write_out(text)
@@ -86,7 +90,7 @@ def test_generate_keeps_what_it_has_when_interrupted(
     out, said = capsys.readouterr()
     assert code == 130 and "ended by an interruption" in said
     assert out.startswith("the") and out == "".join(written) + "\n" and len(written) == 7
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is previous_handler
 
 
 @pytest.mark.parametrize(
@@ -115,10 +119,10 @@ def test_generate_warns_of_a_context_the_model_was_not_made_for(
 
 
 def test_seeds_are_numbers_that_the_generator_takes(model: Path) -> None:
-    given = {"model": model, "prompt": "a", "n_predict": 1}
-    assert generate.run(from_values(Generate, given | {"seed": 2**63 - 1}, "here")) == 0
+    settings = {"model": model, "prompt": "a", "n_predict": 1}
+    assert generate.run(from_values(Generate, settings | {"seed": 2**63 - 1}, "here")) == 0
     with pytest.raises(InputError, match=r"seed is 9223372036854775808; it must be from -1 to"):
-        from_values(Generate, given | {"seed": 2**63}, "here")
+        from_values(Generate, settings | {"seed": 2**63}, "here")
 
 
 def test_generate_wants_text(model: Path) -> None:
@@ -165,11 +169,11 @@ def test_inspect_lists_tensors_and_speaks_json(model: Path, capsys: Capture) -> 
     assert "blk.1.attn_k.weight                      [12, 24]    f32          1,152 bytes" in (
         inspected(model, capsys, tensors=True).splitlines()
     )
-    found = json.loads(inspected(model, capsys, tensors=True, json=True))
-    assert found["tensors"][0] == {
+    report = json.loads(inspected(model, capsys, tensors=True, json=True))
+    assert report["tensors"][0] == {
         "name": "token_embd.weight", "shape": [290, 24], "type": "f32", "bytes": 27840,
     }  # fmt: skip
-    assert found["metadata"]["llama.block_count"] == 2
+    assert report["metadata"]["llama.block_count"] == 2
     assert "tensors" not in json.loads(inspected(model, capsys, json=True))
 
 
@@ -187,16 +191,16 @@ def test_inspect_takes_any_sound_file(tmp_path: Path, capsys: Capture) -> None:
     }
     packed = {name: np.zeros((2, 1), t.numpy) for name, t in BLOCK_TYPES.items()}
     write(tmp_path / "m.gguf", keys, {**packed, "y": np.zeros(3, np.int8)})
-    found = json.loads(inspected(tmp_path / "m.gguf", capsys, json=True))
-    assert found["types"]["q4_K"] == {"tensors": 1, "bytes": 288}
-    assert found["types"].keys() == {*BLOCK_TYPES, "i8"} and found["parts"] == 1
-    assert found["chat_templates"] == ["default"]
-    assert found["parameters"] == 2 * sum(t.block for t in BLOCK_TYPES.values()) + 3
-    assert found["vocabulary"] == {
+    report = json.loads(inspected(tmp_path / "m.gguf", capsys, json=True))
+    assert report["types"]["q4_K"] == {"tensors": 1, "bytes": 288}
+    assert report["types"].keys() == {*BLOCK_TYPES, "i8"} and report["parts"] == 1
+    assert report["chat_templates"] == ["default"]
+    assert report["parameters"] == 2 * sum(t.block for t in BLOCK_TYPES.values()) + 3
+    assert report["vocabulary"] == {
         "tokens": 2, "kind": "none", "pre": "",
         "special": {"eos": {"id": 1, "text": "b"}, "bos": {"id": 77, "text": None}},
     }  # fmt: skip
-    shown = found["metadata"]
+    shown = report["metadata"]
     assert shown["few"] == [1, 2] and shown["odd"] == "nan" and shown["exact"] == 0.1
     assert shown["tokenizer.ggml.tokens"] == ["\ufffd", "b"]
     assert shown["tokenizer.chat_template"].endswith("\u2026 (320 characters)")

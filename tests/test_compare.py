@@ -36,21 +36,36 @@ from tests.kill import words
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A base of random weights, and one that has learned to say yes and no."""
-    made = tmp_path_factory.mktemp("compare")
-    random_model(made / "base.gguf", "llama tied")
+    directory = tmp_path_factory.mktemp("compare")
+    random_model(directory / "base.gguf", "llama tied")
     rng = random.Random(0)
     lines = []
     for _ in range(48):
-        sure = rng.random() < 0.5
-        asked = "is it so" if sure else "what else"
-        lines.append({"prompt": asked, "completion": "a #### yes" if sure else "b #### no"})
-    (made / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (made / "test.jsonl").write_text("\n".join(map(json.dumps, lines[:6])))
-    (made / "text.txt").write_text(words(1500))
-    how = ["--full", "--lr", "0.003", "--epochs", "8", "--val-split", "0", "--no-tensorboard"]
-    given = [str(made / "base.gguf"), "--data", str(made / "train.jsonl"), "--batch-size", "2"]
-    assert main(["finetune", *given, "-o", str(made / "tuned.gguf"), *how]) == 0
-    return made
+        is_yes = rng.random() < 0.5
+        prompt = "is it so" if is_yes else "what else"
+        lines.append({"prompt": prompt, "completion": "a #### yes" if is_yes else "b #### no"})
+    (directory / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (directory / "test.jsonl").write_text("\n".join(map(json.dumps, lines[:6])))
+    (directory / "text.txt").write_text(words(1500))
+    training_flags = [
+        "--full",
+        "--lr",
+        "0.003",
+        "--epochs",
+        "8",
+        "--val-split",
+        "0",
+        "--no-tensorboard",
+    ]
+    args = [
+        str(directory / "base.gguf"),
+        "--data",
+        str(directory / "train.jsonl"),
+        "--batch-size",
+        "2",
+    ]
+    assert main(["finetune", *args, "-o", str(directory / "tuned.gguf"), *training_flags]) == 0
+    return directory
 
 
 def models(folder: Path) -> list[str]:
@@ -80,17 +95,17 @@ def test_a_pattern_without_a_group_is_taken_whole() -> None:
     "rule, sides", [(MATCH, [1, -1, 0, 0]), (SHORTER, [1, 0, -1, 0]), (LONGER, [-1, 0, 1, 0])]
 )
 def test_wins(rule: str, sides: list[int]) -> None:
-    first = Subject(
+    subject = Subject(
         "base", None, ["long one", "same", "short", "x"], [False, True, True, False], 0, 0, None
     )
-    found = _sides(rule, first, ["short", "same", "long one", "y"], [True, False, True, False])
-    assert found == sides
+    outcomes = _sides(rule, subject, ["short", "same", "long one", "y"], [True, False, True, False])
+    assert outcomes == sides
 
 
 def test_the_tuned_model_answers_right_and_its_loss_is_that_of_eval(folder, capsys):
     data = str(folder / "test.jsonl")
-    more = ["--text", str(folder / "text.txt"), "-n", "24", "--html", str(folder / "page.html")]
-    assert main(["compare", *models(folder), "--data", data, *more]) == 0
+    flags = ["--text", str(folder / "text.txt"), "-n", "24", "--html", str(folder / "page.html")]
+    assert main(["compare", *models(folder), "--data", data, *flags]) == 0
     head, base, tuned, *examples = capsys.readouterr().out.splitlines()
     assert [*re.split(r"  +", head)][-1] == "perplexity of text.txt"
     assert "0 of 6 (0%)" in base and "6 of 6 (100%)" in tuned and "6 won, 0 lost, 0 even" in tuned
@@ -107,21 +122,27 @@ def test_pairs_are_compared_by_their_answers_alone(folder, tmp_path):
     data = tmp_path / "pairs.jsonl"
     pair = {"prompt": "is it so", "chosen": "a #### yes", "rejected": "c"}
     data.write_text(json.dumps(pair))
-    found = pt.compare(models(folder), data, n_predict=24, rule="shorter")
-    assert [one.loss for one in found.subjects] == [None, None]
-    assert found.subjects[1].right == [True] and found.questions[0].answer == "a #### yes"
+    comparison = pt.compare(models(folder), data, n_predict=24, rule="shorter")
+    assert [subject.loss for subject in comparison.subjects] == [None, None]
+    assert comparison.subjects[1].right == [True] and comparison.questions[0].answer == "a #### yes"
 
 
 def test_the_page_shows_what_models_write_as_text() -> None:
-    bad = "<script>alert(1)</script>"
-    styled = Subject("a", None, [bad], [False], 0, 0, None, [True], [0.5])
+    script_text = "<script>alert(1)</script>"
+    styled = Subject("a", None, [script_text], [False], 0, 0, None, [True], [0.5])
     assert ">in style, score 0.5<" in page(
         Compare((Path("a"),), Path("b"), has="x"),
-        Compared([Question([{"role": "user", "content": bad}], bad)], [styled], True),
+        Compared(
+            [Question([{"role": "user", "content": script_text}], script_text)], [styled], True
+        ),
     )
-    one = Subject(bad, Mean(1.0, 0.1), [bad], [True], 0, 0, None)
-    found = Compared([Question([{"role": "user", "content": bad}], bad)], [one, one], True)
-    text = page(Compare((Path("a"), Path("b")), Path(bad)), found)
+    subject = Subject(script_text, Mean(1.0, 0.1), [script_text], [True], 0, 0, None)
+    comparison = Compared(
+        [Question([{"role": "user", "content": script_text}], script_text)],
+        [subject, subject],
+        True,
+    )
+    text = page(Compare((Path("a"), Path("b")), Path(script_text)), comparison)
     assert "<script" not in text and text.count("&lt;script&gt;") >= 6
 
 
@@ -131,12 +152,12 @@ def test_the_page_shows_what_models_write_as_text() -> None:
 def test_answers_stand_side_by_side_and_on_a_phone_below_each_other(
     width: int, is_wide: bool, scheme: str
 ) -> None:
-    long = "word " * 60 + "x" * 300
+    long_text = "word " * 60 + "x" * 300
     subjects = [
-        Subject(f"models/{name}.gguf", Mean(1.0, 0.1), [long, ""], [True, False], 0, 0, None)
+        Subject(f"models/{name}.gguf", Mean(1.0, 0.1), [long_text, ""], [True, False], 0, 0, None)
         for name in ("base", "tuned")
     ]
-    questions = [Question([{"role": "user", "content": long}], long)] * 2
+    questions = [Question([{"role": "user", "content": long_text}], long_text)] * 2
     text = page(Compare((Path("a"), Path("b")), Path("c")), Compared(questions, subjects, True))
     with chromium() as browser:
         opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
@@ -190,14 +211,16 @@ def test_one_model_or_data_without_answers_is_refused(folder, tmp_path):
 
 
 def test_questions_too_long_for_the_context_are_left_out(folder, tmp_path, capsys):
-    short, long = ({"prompt": "is it so" * n, "completion": "a #### yes"} for n in (1, 400))
+    short_record, long_record = (
+        {"prompt": "is it so" * n, "completion": "a #### yes"} for n in (1, 400)
+    )
     data = tmp_path / "mixed.jsonl"
-    data.write_text("\n".join(map(json.dumps, [short, long])))
+    data.write_text("\n".join(map(json.dumps, [short_record, long_record])))
     assert main(["compare", *models(folder), "--data", str(data), "-n", "8"]) == 0
     said = capsys.readouterr()
     assert "1 conversation of 2 left out: no room for an answer" in said.err
     assert re.search(r"of 1 \(", said.out)
-    data.write_text(json.dumps({"prompt": long["prompt"], "chosen": "a", "rejected": "b"}))
+    data.write_text(json.dumps({"prompt": long_record["prompt"], "chosen": "a", "rejected": "b"}))
     with pytest.raises(InputError, match=r"no conversation of .* leaves room"):
         pt.compare(models(folder), data, n_predict=8)
 
@@ -211,10 +234,10 @@ def test_answers_in_a_style_are_counted_and_scored_by_a_command(folder, tmp_path
         "    assert set(row) == {'question', 'reference', 'answer', 'model'}\n"
         "    print(2.5 if row['reference'] == row['answer'] else 'false')\n"
     )
-    more = ["-n", "24", "--has", "#### (yes|no)$", "--judge", f"{sys.executable} '{judge}'"]
+    flags = ["-n", "24", "--has", "#### (yes|no)$", "--judge", f"{sys.executable} '{judge}'"]
     files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
-    given = [*models(folder), "--data", str(folder / "test.jsonl"), *more, *files]
-    assert main(["compare", *given, "--pattern", "@@"]) == 0
+    args = [*models(folder), "--data", str(folder / "test.jsonl"), *flags, *files]
+    assert main(["compare", *args, "--pattern", "@@"]) == 0
     said = capsys.readouterr()
     head, base, tuned, *_ = said.out.splitlines()
     assert re.split(r"  +", head)[3:5] == ["has style", "judged"]
@@ -225,7 +248,7 @@ def test_answers_in_a_style_are_counted_and_scored_by_a_command(folder, tmp_path
     assert (of_base["share_has"], of_tuned["share_has"], of_tuned["mean_score"]) == (0, 1, 2.5)
     page = (tmp_path / "a.html").read_text()
     assert '6 of 6 (100%)</td><td data-name="judged">2.500</td>' in page
-    assert main(["compare", *given[:4]]) == 0
+    assert main(["compare", *args[:4]]) == 0
     assert "--pattern" not in capsys.readouterr().err  # the default matches answers of this data
 
 
@@ -257,9 +280,9 @@ def test_scores_are_numbers_or_truths():
 
 
 def test_a_temperature_makes_other_answers_and_the_same_ones_again(folder):
-    how = {"n_predict": 12, "count": 2}
-    first, second, likeliest = (
-        pt.compare(models(folder), folder / "test.jsonl", temp=temp, **how).subjects[0].answers
+    options = {"n_predict": 12, "count": 2}
+    first_answers, second_answers, likeliest = (
+        pt.compare(models(folder), folder / "test.jsonl", temp=temp, **options).subjects[0].answers
         for temp in (1.5, 1.5, 0.0)
     )
-    assert first == second != likeliest
+    assert first_answers == second_answers != likeliest

@@ -40,10 +40,12 @@ def test_the_fastest_way_that_fits_is_taken(
 
 @pytest.mark.parametrize("name", ["simd", *ahead.LARGER])
 def test_what_does_not_fit_is_refused_with_what_it_needs(name: str):
-    least = 50 + ahead.LARGER.get(name, ahead.SINGLE)
-    with pytest.raises(DoesNotFit, match=f"needs {least} MiB.*packtrain compile.*{least}MiB"):
-        ahead.way(least * MIB - 1, 50 * MIB, ["call", name])
-    assert ahead.way(least * MIB, 50 * MIB, ["call", name]).children == 1
+    required_mib = 50 + ahead.LARGER.get(name, ahead.SINGLE)
+    with pytest.raises(
+        DoesNotFit, match=f"needs {required_mib} MiB.*packtrain compile.*{required_mib}MiB"
+    ):
+        ahead.way(required_mib * MIB - 1, 50 * MIB, ["call", name])
+    assert ahead.way(required_mib * MIB, 50 * MIB, ["call", name]).children == 1
 
 
 def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
@@ -57,10 +59,10 @@ def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
 
 @pytest.mark.parametrize("name", store.modules())
 def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: Path):
-    others = sorted(store.needed(name) - {name})
-    kernels.prepare(others)
-    for other in others:
-        shutil.copytree(store.folder_of(other), tmp_path / store.folder_name(other))
+    dependencies = sorted(store.needed(name) - {name})
+    kernels.prepare(dependencies)
+    for dependency in dependencies:
+        shutil.copytree(store.folder_of(dependency), tmp_path / store.folder_name(dependency))
     command = [sys.executable, "-m", "packtrain.kernels", str(tmp_path)]
     pipe = subprocess.PIPE
     peak = 0
@@ -78,15 +80,15 @@ def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: 
 
 
 def test_modules_wait_for_those_they_need_and_are_counted(monkeypatch: pytest.MonkeyPatch):
-    asked: list[str] = []
-    monkeypatch.setattr(ahead, "_ask", lambda child, name: asked.append(name))
+    requested: list[str] = []
+    monkeypatch.setattr(ahead, "_ask", lambda child, name: requested.append(name))
     names = store.modules()
     counted: list[int] = []
     work = ahead.Compiling(list(names), lambda: counted.append(1))
     assert work.run(Way(2, True)) == ""
-    assert sorted(asked) == sorted(names) and len(counted) == len(names)
-    for place, name in enumerate(asked):
-        assert store.needed(name) - {name} <= set(asked[:place])
+    assert sorted(requested) == sorted(names) and len(counted) == len(names)
+    for place, name in enumerate(requested):
+        assert store.needed(name) - {name} <= set(requested[:place])
 
 
 def test_a_child_that_fails_is_said_and_ends_the_others(monkeypatch: pytest.MonkeyPatch):
@@ -125,14 +127,14 @@ def closed(names: tuple[str, ...]) -> set[str]:
 def test_generate_loads_what_was_compiled_for_it_and_no_more(experts: int, tmp_path: Path):
     model = tmp_path / "m.gguf"
     save(model, replace(CONFIG, expert_count=experts, expert_used_count=experts // 2))
-    wanted = (*kernels.WRITING, *(kernels.EXPERTS if experts else ()))
-    found = loaded("generate", model, "-n", 3, "-p", "a")
-    assert closed(("attention", "norm")) <= found <= closed(wanted)
+    allowed_modules = (*kernels.WRITING, *(kernels.EXPERTS if experts else ()))
+    loaded_modules = loaded("generate", model, "-n", 3, "-p", "a")
+    assert closed(("attention", "norm")) <= loaded_modules <= closed(allowed_modules)
 
 
 def test_train_loads_no_modules_but_those_of_its_plan(tmp_path: Path):
     text, output = tmp_path / "text.txt", tmp_path / "m.gguf"
     text.write_text("one two three four five six seven eight nine ten\n" * 40)
-    small = ("--iters", 2, "--ctx", 16, "--batch-size", 2, "--preset", "1m")
-    found = loaded("train", "--data", text, "-o", output, *small)
-    assert found == closed((*kernels.LEARNING, *AdamW.kernels))
+    size_flags = ("--iters", 2, "--ctx", 16, "--batch-size", 2, "--preset", "1m")
+    loaded_modules = loaded("train", "--data", text, "-o", output, *size_flags)
+    assert loaded_modules == closed((*kernels.LEARNING, *AdamW.kernels))

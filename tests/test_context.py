@@ -92,9 +92,9 @@ class Plain:
             window = c.window_of(i) or 1 << 30
             seen = [e for e in text if new.pos - window < e.pos <= new.pos]
             y = np.empty_like(q)
-            for head, turned in enumerate(self.turned(q, new.pos)):
+            for head, query_head in enumerate(self.turned(q, new.pos)):
                 kv = head * c.head_count_kv // c.head_count
-                z = np.array([self.turned(e.keys[i][kv], e.pos) @ turned for e in seen])
+                z = np.array([self.turned(e.keys[i][kv], e.pos) @ query_head for e in seen])
                 p = np.exp((z - z.max()) * c.attention_scale)
                 y[head] = p / p.sum() @ np.array([e.values[i][kv] for e in seen])
             h = h + self.w[f"{part}attn_output.weight"] @ y.reshape(-1)
@@ -104,8 +104,10 @@ class Plain:
         return self.w["token_embd.weight"] @ self.norm("output_norm", h)
 
     def change(self, seq: int, f: Callable[[int], int], since: int, until: int) -> None:
-        found = (replace(e, pos=f(e.pos)) if since <= e.pos < until else e for e in self.texts[seq])
-        self.texts[seq] = [e for e in found if e.pos >= 0]
+        moved_entries = (
+            replace(e, pos=f(e.pos)) if since <= e.pos < until else e for e in self.texts[seq]
+        )
+        self.texts[seq] = [e for e in moved_entries if e.pos >= 0]
 
 
 def off(got: np.ndarray, want: np.ndarray) -> float:
@@ -138,24 +140,24 @@ class Schedule:
             with pytest.raises(Stopped):
                 self.made.decode(tokens[:1], seqs[:1], stop=lambda: next(calls) >= stop)
             assert before == {s: self.made.next(s) for s in range(SEQUENCES)}
-        wanted = np.flatnonzero(self.rng.random(len(seqs)) < 0.5).tolist()
+        logit_indices = np.flatnonzero(self.rng.random(len(seqs)) < 0.5).tolist()
         before = [pool.sets.copy() for pool in self.made.pools.pools.values()]
         try:
-            got = self.made.decode(tokens, seqs, wanted=wanted)
+            got = self.made.decode(tokens, seqs, wanted=logit_indices)
         except CacheFull:  # a window may have more tokens than positions
             assert self.divided and self.made.pools.ring
             assert np.array_equal(before[0], self.made.pools.all.sets)
             return
-        want = [self.want.add(t, [s]) for t, s in zip(tokens, seqs, strict=True)]
-        assert len(got) == len(wanted)
-        for row, i in zip(got, wanted, strict=True):
-            self.worst = max(self.worst, off(row, want[i]))
+        expected = [self.want.add(t, [s]) for t, s in zip(tokens, seqs, strict=True)]
+        assert len(got) == len(logit_indices)
+        for row, i in zip(got, logit_indices, strict=True):
+            self.worst = max(self.worst, off(row, expected[i]))
 
     def refused(self, tokens: list[int], seqs: list[int]) -> bool:
         """Whether there is no room; then nothing changes."""
         pool = self.made.pools.all
-        wanted = Counter(seqs if pool.parts > 1 else len(seqs) * [0])
-        if all(count <= len(pool.free(seq)) for seq, count in wanted.items()):
+        tokens_per_seq = Counter(seqs if pool.parts > 1 else len(seqs) * [0])
+        if all(count <= len(pool.free(seq)) for seq, count in tokens_per_seq.items()):
             return False
         before = pool.sets.copy()
         with pytest.raises(CacheFull, match=r"tokens? wanted"):
@@ -181,9 +183,9 @@ class Schedule:
         a, b = self.seq(), self.seq()
         equal = a != b and self.made.next(a) == self.made.next(b)
         if equal and all(map(self.made.pools.whole, (a, b))):
-            same = [(e.pos, e.token) for e in self.want.texts[a]]
+            entries_a = [(e.pos, e.token) for e in self.want.texts[a]]
             if (
-                same == [(e.pos, e.token) for e in self.want.texts[b]]
+                entries_a == [(e.pos, e.token) for e in self.want.texts[b]]
                 and self.made.pools.all.free(a).size
             ):
                 got = self.made.decode([7], [(a, b)])
@@ -254,15 +256,15 @@ class Schedule:
         count = len(self.made.pools.all.free(other)) + 1
         if seq == other or self.made.pools.all.parts > 1 or not self.usable(other):
             return
-        alone = self.made.pools.all.sets == 1 << seq
-        if alone.any():
+        exclusive_cells = self.made.pools.all.sets == 1 << seq
+        if exclusive_cells.any():
             self.made.release(seq)
             tokens = self.rng.integers(0, 50, count).tolist()
             got = self.made.decode(tokens, other)
             assert self.made.next(seq) == 0
             self.want.texts[seq] = []
-            want = [self.want.add(t, [other]) for t in tokens][-1]
-            self.worst = max(self.worst, off(got[0], want))
+            expected = [self.want.add(t, [other]) for t in tokens][-1]
+            self.worst = max(self.worst, off(got[0], expected))
 
     def check(self) -> None:
         for seq, text in self.want.texts.items():
@@ -301,13 +303,13 @@ LAYOUTS = {
     "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 34))]
 )
 def test_schedules(layout: str, seed: int) -> None:
-    made = context(**LAYOUTS[layout])
-    generation, one = made._session.generation, Schedule(made, seed)
-    for kind in one.rng.choice(KINDS, 40):
-        getattr(one, kind)()
-        one.check()
-    assert 0 < one.worst <= OFF[made.cache.dtype]
-    assert made._session.generation == generation  # nothing was allocated
+    ctx = context(**LAYOUTS[layout])
+    generation, schedule = ctx._session.generation, Schedule(ctx, seed)
+    for kind in schedule.rng.choice(KINDS, 40):
+        getattr(schedule, kind)()
+        schedule.check()
+    assert 0 < schedule.worst <= OFF[ctx.cache.dtype]
+    assert ctx._session.generation == generation  # nothing was allocated
 
 
 def test_a_cache_in_blocks_that_heads_do_not_fill_is_refused() -> None:

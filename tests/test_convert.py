@@ -63,13 +63,13 @@ def test_the_vocabulary_of_gemma4_keeps_its_merges(tmp_path: Path) -> None:
     assert file.metadata["tokenizer.ggml.add_bos_token"] is True  # llama.cpp knows no other
     kinds = file.metadata["tokenizer.ggml.token_type"].tolist()[len(tokens) : len(tokens) + 3]
     assert kinds == [CONTROL, CONTROL, USER_DEFINED]
-    made, known = open_model(tmp_path / "model.gguf").tokenizer(), {
+    tokenizer, expected = open_model(tmp_path / "model.gguf").tokenizer(), {
         "hello  world\n\nhe": [272, 263, 268, 273, 274, 262, 266, 276, 270],
         "a\u00e9 hell,\n": [101, 199, 173, 268, 272, 267, 269],
         "<|turn>hello<turn|>\n w": [277, 272, 263, 278, 269, 273],
     }  # fmt: skip
-    for text, ids in known.items():
-        assert [id for id in made.encode(text, special=True) if id != 2] == ids
+    for text, ids in expected.items():
+        assert [id for id in tokenizer.encode(text, special=True) if id != 2] == ids
 
 
 # ---- the model -------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def logits(path: Path, tokens: np.ndarray) -> np.ndarray:
 def test_a_converted_model_computes_what_the_checkpoint_does(kind: str, tmp_path: Path) -> None:
     config, tensors = write_checkpoint(tmp_path / "model", kind)
     convert(tmp_path / "model", tmp_path / "model.gguf")
-    want = hugging_face.logits(config, tensors, TOKENS)
+    expected = hugging_face.logits(config, tensors, TOKENS)
     got = logits(tmp_path / "model.gguf", TOKENS)
-    assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max()
+    assert np.abs(got - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
 def test_types_of_tensors(tmp_path: Path) -> None:
@@ -136,50 +136,52 @@ def test_halves_are_kept_bit_for_bit(kind: str, tmp_path: Path) -> None:
 
 
 def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
-    whole = converted(tmp_path)
+    original = converted(tmp_path)
     change_tensors(lambda t: t.update({BIAS: np.zeros(64, np.float32)}))(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "same.gguf")
-    assert (tmp_path / "same.gguf").read_bytes() == whole.path.read_bytes()
+    assert (tmp_path / "same.gguf").read_bytes() == original.path.read_bytes()
 
 
 def test_a_gpt2_of_before_has_no_prefix_and_masks(tmp_path: Path) -> None:
-    whole = converted(tmp_path, "gpt2")
+    original = converted(tmp_path, "gpt2")
     _, tensors = write_checkpoint(tmp_path / "model", "gpt2")
     old = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     old["h.0.attn.bias"] = np.ones((1, 1, 64, 64), np.float32)
     write_safetensors(tmp_path / "model/model.safetensors", old)
     convert(tmp_path / "model", tmp_path / "same.gguf")
-    assert (tmp_path / "same.gguf").read_bytes() == whole.path.read_bytes()
+    assert (tmp_path / "same.gguf").read_bytes() == original.path.read_bytes()
 
 
 def test_an_internlm2_of_the_weights_of_a_llama_has_its_tensors(tmp_path: Path) -> None:
     """Its checkpoints have queries, keys and values in one matrix, in groups: two queries, their key, their value."""
-    whole = converted(tmp_path)
+    original = converted(tmp_path)
     config, tensors = write_checkpoint(tmp_path / "model")
-    config, made = internlm2(config, tensors)
+    config, repacked = internlm2(config, tensors)
     config["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    write_safetensors(tmp_path / "model/model.safetensors", made)
+    write_safetensors(tmp_path / "model/model.safetensors", repacked)
     convert(tmp_path / "model", tmp_path / "same.gguf")
-    same = GGUF(tmp_path / "same.gguf")
-    assert same.metadata["general.architecture"] == "internlm2"
-    assert same.entries.keys() == whole.entries.keys()
-    assert all(np.array_equal(same.array(name), whole.array(name)) for name in whole.entries)
+    model_file = GGUF(tmp_path / "same.gguf")
+    assert model_file.metadata["general.architecture"] == "internlm2"
+    assert model_file.entries.keys() == original.entries.keys()
+    assert all(
+        np.array_equal(model_file.array(name), original.array(name)) for name in original.entries
+    )
 
 
 def test_pieces_of_internlm2_that_stand_for_nothing_are_unused(tmp_path: Path) -> None:
     """As in llama.cpp's converter; one that is a token of turns by now is none of them."""
     config, tensors = write_checkpoint(tmp_path / "model")
-    config, made = internlm2(config, tensors)
+    config, repacked = internlm2(config, tensors)
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    write_safetensors(tmp_path / "model/model.safetensors", made)
+    write_safetensors(tmp_path / "model/model.safetensors", repacked)
     blank = "[UNUSED_TOKEN_1]", "[UNUSED_TOKEN_145]"
     (tmp_path / "model/tokenizer.model").write_bytes(sentencepiece_model(symbols=blank))
     about = {"added_tokens_decoder": {"4": {"content": "<|im_end|>", "special": True}}}
     (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(about))
     convert(tmp_path / "model", tmp_path / "model.gguf")
-    given = GGUF(tmp_path / "model.gguf").metadata
-    tokens, kinds = (given[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+    metadata = GGUF(tmp_path / "model.gguf").metadata
+    tokens, kinds = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
     assert list(tokens[3:5]) == [b"[UNUSED_TOKEN_1]", b"<|im_end|>"]
     assert list(kinds[3:5]) == [UNUSED, CONTROL]
 
@@ -187,16 +189,16 @@ def test_pieces_of_internlm2_that_stand_for_nothing_are_unused(tmp_path: Path) -
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_space_in_front_is_as_in_the_sentencepiece_model(leads: bool, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model")
-    made = sentencepiece_model(leads)
-    (tmp_path / "model/tokenizer.model").write_bytes(made)
+    proto = sentencepiece_model(leads)
+    (tmp_path / "model/tokenizer.model").write_bytes(proto)
     convert(tmp_path / "model", tmp_path / "model.gguf")
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=made)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=proto)
     tokenizer = Tokenizer(GGUF(tmp_path / "model.gguf").metadata)
-    assert tokenizer.encode("bal cem", bos=False, eos=False) == theirs.encode("bal cem")
+    assert tokenizer.encode("bal cem", bos=False, eos=False) == reference.encode("bal cem")
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
-    whole = converted(tmp_path)
+    original = converted(tmp_path)
     _, tensors = write_checkpoint(tmp_path / "shards")
     (tmp_path / "shards/model.safetensors").unlink()
     names, places = list(tensors), {}
@@ -208,9 +210,9 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": places}))
     convert(tmp_path / "shards", tmp_path / "shards.gguf")
     got = GGUF(tmp_path / "shards.gguf")
-    assert list(got.entries) == list(whole.entries)
+    assert list(got.entries) == list(original.entries)
     for name in got.entries:
-        np.testing.assert_array_equal(got.array(name), whole.array(name))
+        np.testing.assert_array_equal(got.array(name), original.array(name))
 
 
 def test_a_language_model_that_sees_is_converted_without_its_eyes(tmp_path: Path) -> None:
@@ -290,16 +292,16 @@ def with_bpe(folder: Path, kind: str = "qwen2", **changes: Any) -> Path:
 
 def test_a_byte_level_vocabulary(tmp_path: Path) -> None:
     convert(with_bpe(tmp_path / "model"), tmp_path / "model.gguf")
-    found = GGUF(tmp_path / "model.gguf").metadata
-    tokenizer = Tokenizer(found)
+    metadata = GGUF(tmp_path / "model.gguf").metadata
+    tokenizer = Tokenizer(metadata)
     ids = tokenizer.encode("hello wor<|eot_id|><tool>")
     texts = [tokenizer.tokens[id].decode() for id in ids]
     assert texts == ["<|begin|>", "hell", "o", "\u0120w", "or", "<|eot_id|>", "<tool>"]
     assert (tokenizer.bos, tokenizer.eos, tokenizer.add_eos) == (261, 262, False)
-    assert found["tokenizer.ggml.pre"] == "llama-bpe"
-    assert found["tokenizer.ggml.add_bos_token"] is True
-    assert found["tokenizer.chat_template"] == "plain"
-    assert found["tokenizer.chat_template.tool_use"] == "tools"
+    assert metadata["tokenizer.ggml.pre"] == "llama-bpe"
+    assert metadata["tokenizer.ggml.add_bos_token"] is True
+    assert metadata["tokenizer.chat_template"] == "plain"
+    assert metadata["tokenizer.chat_template.tool_use"] == "tools"
     assert tokenizer.tokens[hugging_face.V - 1] == b"[PAD319]"
 
 
@@ -496,13 +498,13 @@ def test_json_of_other_kinds_is_refused_or_passed_over(tmp_path: Path) -> None:
     for _ in range(60):
         path = folder / rng.choice(("config.json", "tokenizer.json", "tokenizer_config.json"))
         text = path.read_text()
-        made = json.loads(text)
-        at: Any = made
+        document = json.loads(text)
+        at: Any = document
         while isinstance(at, dict | list) and at:
-            inside, key = at, rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            parent, key = at, rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
             at = at[key] if rng.random() < 0.7 else None
-        inside[key] = rng.choice((None, -1, 2**63, 0.5, "x", [], [1], {}, {"a": 1}, [{}]))
-        path.write_text(json.dumps(made))
+        parent[key] = rng.choice((None, -1, 2**63, 0.5, "x", [], [1], {}, {"a": 1}, [{}]))
+        path.write_text(json.dumps(document))
         with contextlib.suppress(InputError):
             convert(folder, tmp_path / "model.gguf")
         path.write_text(text)
@@ -524,11 +526,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert GGUF(path).metadata["general.name"] == "tiny-1.5"
     assert main(["convert", str(tmp_path / "tiny-1.5")]) == 2
     assert "exists; give another name, or --overwrite to replace it" in capsys.readouterr().err
-    for own in (tmp_path / "tiny-1.5").iterdir():
-        given = ["convert", str(tmp_path / "tiny-1.5"), "-o", str(own), "--overwrite"]
-        before = own.read_bytes()
-        assert main(given) == 2 and own.read_bytes() == before
-        assert f"{own} is one of the files that are read" in capsys.readouterr().err
+    for source_file in (tmp_path / "tiny-1.5").iterdir():
+        command = ["convert", str(tmp_path / "tiny-1.5"), "-o", str(source_file), "--overwrite"]
+        original = source_file.read_bytes()
+        assert main(command) == 2 and source_file.read_bytes() == original
+        assert f"{source_file} is one of the files that are read" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "tiny-1.5"), "--overwrite"]) == 0
     assert quantized_arrays.dequantize(GGUF(path).array("token_embd.weight")).shape == (
         hugging_face.V,
@@ -542,15 +544,15 @@ def test_experts_in_mxfp4_keep_their_blocks(tmp_path: Path) -> None:
     changes = {"hidden_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
     config, tensors = write_checkpoint(folder, "gpt-oss", **changes)
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values, packed, plain = np.concatenate((values, -values)), {}, dict(tensors)
+    values, packed, unpacked = np.concatenate((values, -values)), {}, dict(tensors)
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
         e, inputs, outputs = tensors[name].shape
         pairs = rng.integers(0, 256, (e, outputs, inputs // 32, 16), np.uint8)
         scales = rng.integers(122, 126, pairs.shape[:-1], np.uint8)
         packed |= {f"{name}_blocks": pairs, f"{name}_scales": scales}
-        each = values[np.stack((pairs & 15, pairs >> 4), -1)].reshape(e, outputs, -1, 32)
-        wide = each * 2.0 ** (scales[..., None].astype(float) - 127)
-        plain[name] = wide.reshape(e, outputs, inputs).swapaxes(1, 2)
+        decoded = values[np.stack((pairs & 15, pairs >> 4), -1)].reshape(e, outputs, -1, 32)
+        wide = decoded * 2.0 ** (scales[..., None].astype(float) - 127)
+        unpacked[name] = wide.reshape(e, outputs, inputs).swapaxes(1, 2)
         del tensors[name]
     write_safetensors(folder / "model.safetensors", tensors | packed)
     convert(folder, tmp_path / "m.gguf", "f32")
@@ -559,5 +561,5 @@ def test_experts_in_mxfp4_keep_their_blocks(tmp_path: Path) -> None:
         n for n in kinds if n.endswith("exps.weight")
     }
     got = logits(tmp_path / "m.gguf", TOKENS)
-    want = hugging_face.logits(config, plain, TOKENS)
-    assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max()
+    expected = hugging_face.logits(config, unpacked, TOKENS)
+    assert np.abs(got - expected).max() <= TOLERANCE * np.abs(expected).max()

@@ -69,20 +69,20 @@ IDLE = {
 )
 def test_another_value_of_a_key_changes_the_file_or_is_refused(kind: str, tmp_path: Path) -> None:
     config, _ = write_checkpoint(tmp_path / "m", kind)
-    usual = content(described(tmp_path / "m", config))
-    idle = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
-    for key in {*config, *KEYS} - {"architectures"} - idle:
+    baseline = content(described(tmp_path / "m", config))
+    ignored_keys = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
+    for key in {*config, *KEYS} - {"architectures"} - ignored_keys:
         if key.endswith("_id"):
             continue
         for value in others(config.get(key)):
             try:
-                found = described(tmp_path / "m", config | {key: value})
+                description = described(tmp_path / "m", config | {key: value})
             except InputError as error:
                 assert str(error).startswith(str(tmp_path / "m"))
             else:
-                assert content(found) != usual or key in {"tie_word_embeddings"} | IDLE.get(
-                    kind, set()
-                ), (key, value)
+                assert content(description) != baseline or key in {
+                    "tie_word_embeddings"
+                } | IDLE.get(kind, set()), (key, value)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2", "falcon 40b"])
@@ -97,13 +97,13 @@ def test_a_key_that_nobody_knows_is_refused_by_name(kind: str, value: Any, tmp_p
 
 def test_keys_without_effect_change_nothing(tmp_path: Path) -> None:
     config, _ = write_checkpoint(tmp_path / "m")
-    usual = content(described(tmp_path / "m", config))
-    idle = {name: 7 for names in WITHOUT_EFFECT.values() for name in names.split()}
-    for gone in ("architectures", "text_config", "quantization_config"):
-        del idle[gone]
-    assert content(described(tmp_path / "m", idle | config)) == usual
+    baseline = content(described(tmp_path / "m", config))
+    ignored_keys = {name: 7 for names in WITHOUT_EFFECT.values() for name in names.split()}
+    for unset_key in ("architectures", "text_config", "quantization_config"):
+        del ignored_keys[unset_key]
+    assert content(described(tmp_path / "m", ignored_keys | config)) == baseline
     neutral = {key: values[0] for key, values in NEUTRAL.items()}
-    assert content(described(tmp_path / "m", neutral | config)) == usual
+    assert content(described(tmp_path / "m", neutral | config)) == baseline
 
 
 def test_no_key_stands_in_two_tables() -> None:
@@ -120,11 +120,11 @@ def test_every_attribute_of_a_class_of_transformers_is_known(tmp_path: Path) -> 
     unknown = []
     for name in classes().keys() & by_class.keys() & kinds.keys():
         config, _ = write_checkpoint(tmp_path / name, by_class[name])
-        theirs = transformers.CONFIG_MAPPING[kinds[name]](
+        hf_config = transformers.CONFIG_MAPPING[kinds[name]](
             **{k: v for k, v in config.items() if v is not None and k != "experts"}
         ).to_dict()
         try:
-            described(tmp_path / name, json.loads(json.dumps(theirs)))
+            described(tmp_path / name, json.loads(json.dumps(hf_config)))
         except InputError as error:
             if "does not know what it changes" in str(error):
                 unknown.append(str(error))
@@ -137,17 +137,21 @@ def test_every_attribute_of_a_class_of_transformers_is_known(tmp_path: Path) -> 
 def frequencies(width: int, base: float, rope: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """Of YaRN by its paper, as transformers has it: by what pairs turn at a position, and what multiplies them."""
     factor, original = rope["factor"], rope["original_max_position_embeddings"]
-    plain = base ** -(np.arange(0, width, 2) / width)
+    base_frequencies = base ** -(np.arange(0, width, 2) / width)
     turns = rope.get("beta_fast", 32.0), rope.get("beta_slow", 1.0)
-    ends = [width * math.log(original / (2 * math.pi * n)) / (2 * math.log(base)) for n in turns]
+    ramp_ends = [
+        width * math.log(original / (2 * math.pi * n)) / (2 * math.log(base)) for n in turns
+    ]
     if rope.get("truncate", True):
-        ends = [math.floor(ends[0]), math.ceil(ends[1])]
-    low, high = max(ends[0], 0), min(ends[1], width - 1)
+        ramp_ends = [math.floor(ramp_ends[0]), math.ceil(ramp_ends[1])]
+    low, high = max(ramp_ends[0], 0), min(ramp_ends[1], width - 1)
     ramp = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
     scales = rope.get("mscale"), rope.get("mscale_all_dim")
-    one, all = scales if scales[0] and scales[1] else (1.0, 0.0)
-    grown = (1 + 0.1 * one * math.log(factor)) / (1 + 0.1 * all * math.log(factor))
-    return plain * (1 - ramp) + plain / factor * ramp, rope.get("attention_factor") or grown
+    mscale, mscale_all = scales if scales[0] and scales[1] else (1.0, 0.0)
+    magnitude = (1 + 0.1 * mscale * math.log(factor)) / (1 + 0.1 * mscale_all * math.log(factor))
+    return base_frequencies * (1 - ramp) + base_frequencies / factor * ramp, rope.get(
+        "attention_factor"
+    ) or magnitude
 
 
 ROPES = [
@@ -172,10 +176,10 @@ def test_yarn_turns_as_in_transformers_or_is_refused(
         "original_max_position_embeddings": 16,
         "rope_theta": 1e4,
     }
-    more = {"llama_4_scaling_beta": 0.1} if kind == "mistral3" else {}
+    extra_keys = {"llama_4_scaling_beta": 0.1} if kind == "mistral3" else {}
     write_checkpoint(tmp_path / "m", kind, rope_theta=None, rope_parameters=YARN)
     config = json.loads((tmp_path / "m/config.json").read_text())
-    config |= {"rope_parameters": rope | more, "rope_theta": None}
+    config |= {"rope_parameters": rope | extra_keys, "rope_theta": None}
     (tmp_path / "m/config.json").write_text(json.dumps(config))
     try:
         convert(tmp_path / "m", tmp_path / "m.gguf")
@@ -183,18 +187,18 @@ def test_yarn_turns_as_in_transformers_or_is_refused(
         assert kind == "qwen2" and ("beta_fast" in str(error) or "truncate" in str(error))
         return
     model = open_model(tmp_path / "m.gguf")
-    made = model.config.rope_of(0)
-    assert made is not None
-    want, grown = frequencies(made.dims, 1e4, rope)
-    pairs = np.arange(made.dims // 2)
-    low, high = made.blend or (0.0, 1e-3)
-    ramp = np.clip((pairs - low) / (high - low), 0, 1) if made.blend else np.zeros(len(pairs))
+    model_rope = model.config.rope_of(0)
+    assert model_rope is not None
+    expected, expected_magnitude = frequencies(model_rope.dims, 1e4, rope)
+    pairs = np.arange(model_rope.dims // 2)
+    low, high = model_rope.blend or (0.0, 1e-3)
+    ramp = np.clip((pairs - low) / (high - low), 0, 1) if model_rope.blend else np.zeros(len(pairs))
     factors = GGUF(tmp_path / "m.gguf")
     divisors = factors.array("rope_freqs.weight") if "rope_freqs.weight" in factors.entries else 1.0
-    got = made.base ** -(2 * pairs / made.dims) / divisors
-    got = got * (1 - ramp) + got / made.divisor * ramp
-    np.testing.assert_allclose(got, want, rtol=1e-6)
-    assert made.magnitude == pytest.approx(grown, rel=1e-6)
+    actual = model_rope.base ** -(2 * pairs / model_rope.dims) / divisors
+    actual = actual * (1 - ramp) + actual / model_rope.divisor * ramp
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert model_rope.magnitude == pytest.approx(expected_magnitude, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma3n"])
@@ -213,9 +217,12 @@ def test_a_growth_that_would_reach_blocks_with_a_window_is_refused(
     """A file has one attn_factor for all blocks; transformers rotates those with a window plainly."""
     config, _ = write_checkpoint(tmp_path, kind)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} | rope
-    both = {"full_attention": yarn | {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    without = {k: v for k, v in config.items() if not k.startswith("rope_")}
-    changed = without | {"rope_parameters": both}
+    layer_ropes = {
+        "full_attention": yarn | {"rope_theta": 1e6},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
+    ropeless = {k: v for k, v in config.items() if not k.startswith("rope_")}
+    changed = ropeless | {"rope_parameters": layer_ropes}
     if not key:
         assert "rope.scaling.attn_factor" not in str(described(tmp_path, changed).metadata)
         return
@@ -282,32 +289,38 @@ def test_a_window_that_a_file_does_not_hold_is_the_context(
     config, _ = write_checkpoint(tmp_path / "m", kind)
     longest = config["max_position_embeddings"]
     for window, context in ((8, 8), (longest, longest), (longest + 1, longest), (None, longest)):
-        shown = config | changes | {"sliding_window": window}
+        hf_config = config | changes | {"sliding_window": window}
         if window is None:
-            shown |= {"use_sliding_window": False, "layer_types": None}
-        (tmp_path / "m/config.json").write_text(json.dumps(shown))
+            hf_config |= {"use_sliding_window": False, "layer_types": None}
+        (tmp_path / "m/config.json").write_text(json.dumps(hf_config))
         said: list[str] = []
         convert(tmp_path / "m", tmp_path / "m.gguf", report=said.append)
         model = open_model(tmp_path / "m.gguf")
         assert model.config.context_length == context and not model.config.windowed
         line = f"sliding_window is 8, which files of a {model.config.architecture} do not hold: the context is 8 tokens"
-        assert [line in one for one in said] == [True] * (context == 8)
+        assert [line in message for message in said] == [True] * (context == 8)
 
 
 @pytest.mark.parametrize("window", [None, 0, 8])
 def test_a_window_that_is_turned_off_does_not_count(window: int | None, tmp_path: Path) -> None:
     config, _ = write_checkpoint(tmp_path, "qwen2")
-    found = described(tmp_path, config | {"use_sliding_window": False, "sliding_window": window})
-    assert found.metadata["qwen2.context_length"].value == config["max_position_embeddings"]
+    description = described(
+        tmp_path, config | {"use_sliding_window": False, "sliding_window": window}
+    )
+    assert description.metadata["qwen2.context_length"].value == config["max_position_embeddings"]
 
 
 def test_a_shorter_context_does_not_change_what_rope_is_scaled_from(tmp_path: Path) -> None:
     config, _ = write_checkpoint(tmp_path / "m", "mistral")
     del (rope := dict(YARN))["original_max_position_embeddings"], rope["llama_4_scaling_beta"]
     changed = config | {"rope_scaling": rope, "sliding_window": 8}
-    found = {key: value.value for key, value in described(tmp_path / "m", changed).metadata.items()}
-    assert found["llama.context_length"] == 8
-    assert found["llama.rope.scaling.original_context_length"] == config["max_position_embeddings"]
+    metadata = {
+        key: value.value for key, value in described(tmp_path / "m", changed).metadata.items()
+    }
+    assert metadata["llama.context_length"] == 8
+    assert (
+        metadata["llama.rope.scaling.original_context_length"] == config["max_position_embeddings"]
+    )
 
 
 # ---- heads, sizes, files -----------------------------------------------------------------------------------------
@@ -319,8 +332,8 @@ def test_a_head_of_its_own_is_kept_in_a_tied_model(kind: str, tmp_path: Path) ->
     embedding = tensors["model.embed_tokens.weight"]
     logits = {}
     for name, head in (("none", None), ("equal", embedding), ("other", embedding[::-1].copy())):
-        made = tensors | ({} if head is None else {"lm_head.weight": head})
-        write_safetensors(tmp_path / "m/model.safetensors", made)
+        checkpoint = tensors | ({} if head is None else {"lm_head.weight": head})
+        write_safetensors(tmp_path / "m/model.safetensors", checkpoint)
         convert(tmp_path / "m", tmp_path / f"{name}.gguf")
         logits[name] = Generator.of(open_model(tmp_path / f"{name}.gguf"), 16).feed(IDS)
     np.testing.assert_array_equal(logits["none"], logits["equal"])

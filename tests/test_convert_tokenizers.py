@@ -27,14 +27,14 @@ def written(folder: Path, notes: list[str] | None = None, **named: str) -> Token
     """The tokenizer of a folder as a GGUF file would have it."""
     config = Given(folder / "config.json", {"bos_token_id": 1, "eos_token_id": 2})
     said: list[str] = []
-    found = vocabulary_of(
+    vocab_metadata = vocabulary_of(
         Checkpoint(folder, "LlamaForCausalLM", config, {}), 700, FAMILY, said.append
     )
     if notes is None:
         assert not said
     else:
         notes += said
-    return Tokenizer({key: value.value for key, value in found.items()} | named)
+    return Tokenizer({key: value.value for key, value in vocab_metadata.items()} | named)
 
 
 def step(kind: str, **fields: Any) -> dict[str, Any]:
@@ -303,9 +303,9 @@ def test_a_unigram_model_is_written_as_one(name: str, tmp_path: Path) -> None:
     options: dict[str, dict[str, Any]] = {
         "nfkc": {}, "plain": PLAIN, "no space in front": PLAIN | {"add_dummy_prefix": False},
     }  # fmt: skip
-    made = trained("unigram", **options[name])
-    (tmp_path / "tokenizer.model").write_bytes(made)
-    model = sentencepiece.SentencePieceProcessor(model_proto=made)
+    model_bytes = trained("unigram", **options[name])
+    (tmp_path / "tokenizer.model").write_bytes(model_bytes)
+    model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
     tokenizer = written(tmp_path)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.unk) == (1, 2, 0)
     for text in ("bal cem  dis", " hor\uff21 ", "x\u00e9y bal", ""):
@@ -331,12 +331,14 @@ def test_sentencepiece_models_that_a_gguf_cannot_have_are_refused(
 
 def test_runs_of_spaces_that_a_bpe_model_joins_are_said(tmp_path: Path) -> None:
     """Readers of a llama vocabulary keep them; other texts get the model's ids."""
-    made = trained("bpe", **PLAIN | {"remove_extra_whitespaces": True, "byte_fallback": True})
-    (tmp_path / "tokenizer.model").write_bytes(made)
+    model_bytes = trained(
+        "bpe", **PLAIN | {"remove_extra_whitespaces": True, "byte_fallback": True}
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model_bytes)
     lines: list[str] = []
     tokenizer = written(tmp_path, lines)
     assert any("tokenizer.model: remove_extra_whitespaces is true" in line for line in lines)
-    model = sentencepiece.SentencePieceProcessor(model_proto=made)
+    model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
     assert tokenizer.encode("bal cem dis") == [1, *model.encode("bal cem dis")]
 
 
@@ -381,5 +383,5 @@ def test_recorded_ids_are_those_of_the_package_where_it_is_installed(tmp_path: P
     tokenizers = pytest.importorskip("tokenizers")
     for changes, ids in RECORDED.values():
         folder_of(tmp_path, changed(pieces_json(), **changes))
-        made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-        assert made.encode("hell worL h").ids == ids
+        hf_tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert hf_tokenizer.encode("hell worL h").ids == ids

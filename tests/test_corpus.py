@@ -51,7 +51,7 @@ def silent(sentence: str) -> None:
 def texts_of(tokens: Tokens, corpus: Corpus) -> list[str]:
     """The documents, decoded, each of which must begin with BOS and end with EOS."""
     tokenizer = Tokenizer({key: value.value for key, value in corpus.vocabulary.items()})
-    found = []
+    documents = []
     for ids in np.split(tokens.ids, tokens.starts[1:]):
         assert (ids[0], ids[-1]) == (tokenizer.bos, tokenizer.eos)
         assert not {tokenizer.bos, tokenizer.eos} & set(ids[1:-1].tolist())
@@ -59,8 +59,8 @@ def texts_of(tokens: Tokens, corpus: Corpus) -> list[str]:
             tokenizer.encode(tokenizer.decode(ids), bos=True, eos=True, special=False)
             == ids.tolist()
         )
-        found.append(tokenizer.decode(ids))
-    return found
+        documents.append(tokenizer.decode(ids))
+    return documents
 
 
 def parts_of(data: Path, vocab: Path, **more: object) -> tuple[list[str], list[str] | None]:
@@ -129,8 +129,8 @@ def test_borders_of_pieces_change_no_token(
 ):
     text = PROSE + "größer  \n\n\U0001f600\u2581 \n x" * 9
     monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
-    found, _ = parts_of(one(tmp_path, text), vocab)  # texts_of encodes it as a whole
-    assert found == [text.replace("\u2581", " ")]
+    documents, _ = parts_of(one(tmp_path, text), vocab)  # texts_of encodes it as a whole
+    assert documents == [text.replace("\u2581", " ")]
 
 
 @needs_shared
@@ -150,8 +150,8 @@ def test_byte_level_vocabularies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     vocab = SHARED / "tokenizers/ggml-vocab/ggml-vocab-llama-bpe.gguf"
     texts = ["  It's 12345 o'clock\n\n\n\u4e2d\u6587\u3002\u2581 <|end_of_text|> x", "\U0001f600 a"]
     monkeypatch.setattr(text_streams, "CHUNK_NBYTES", 7)
-    found, _ = parts_of(one(tmp_path, "\n<|endoftext|>\n".join(texts)), vocab)
-    assert found == texts
+    documents, _ = parts_of(one(tmp_path, "\n<|endoftext|>\n".join(texts)), vocab)
+    assert documents == texts
 
 
 def test_json_lines(tmp_path: Path, vocab: Path):
@@ -189,8 +189,8 @@ def test_of_few_documents_the_end_is_for_validation(tmp_path: Path, vocab: Path,
         one(tmp_path, "\n<|endoftext|>\n".join(lines)), vocab, val_split=0.03 if count > 20 else 0.2
     )
     assert valid and len("".join(valid)) < len("".join(train)) / 2
-    kept = "".join(train + valid)
-    assert kept == "".join(lines)
+    joined = "".join(train + valid)
+    assert joined == "".join(lines)
     assert train[-1].endswith(("\n", "more")) and len(train) + len(valid) in (count, count + 1)
 
 
@@ -274,31 +274,31 @@ def test_texts_too_short_to_divide(tmp_path: Path, vocab: Path):
 def test_a_corpus_is_made_once_and_found_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     data, cache = one(tmp_path, PROSE * 20), tmp_path / "deep/cache"
     text = text_of(data, val_split=0.1)
-    made = prepare(text, cache, silent)
-    assert made.train.ids.dtype == np.uint16 and not made.train.ids.flags.writeable
-    assert isinstance(made.train.ids, np.memmap) and isinstance(made.train.starts, np.memmap)
+    corpus = prepare(text, cache, silent)
+    assert corpus.train.ids.dtype == np.uint16 and not corpus.train.ids.flags.writeable
+    assert isinstance(corpus.train.ids, np.memmap) and isinstance(corpus.train.starts, np.memmap)
     assert (
-        made.valid
-        and "".join(texts_of(made.train, made) + texts_of(made.valid, made)) == PROSE * 20
+        corpus.valid
+        and "".join(texts_of(corpus.train, corpus) + texts_of(corpus.valid, corpus)) == PROSE * 20
     )
-    assert [note.split(":")[0] for note in made.notes] == ["vocabulary", "training", "validation"]
-    assert "320 tokens, as many as 0.03 MB of text support, of 512 at most" in made.notes[0]
-    inside = {path: path.stat().st_mtime_ns for path in (cache / made.fingerprint).iterdir()}
-    assert [path.name for path in cache.iterdir()] == [made.fingerprint]
+    assert [note.split(":")[0] for note in corpus.notes] == ["vocabulary", "training", "validation"]
+    assert "320 tokens, as many as 0.03 MB of text support, of 512 at most" in corpus.notes[0]
+    inside = {path: path.stat().st_mtime_ns for path in (cache / corpus.fingerprint).iterdir()}
+    assert [path.name for path in cache.iterdir()] == [corpus.fingerprint]
 
-    again = prepare(text, cache, silent)
-    assert (again.fingerprint, again.notes) == (made.fingerprint, made.notes)
-    assert again.vocabulary.keys() == made.vocabulary.keys()
+    reloaded = prepare(text, cache, silent)
+    assert (reloaded.fingerprint, reloaded.notes) == (corpus.fingerprint, corpus.notes)
+    assert reloaded.vocabulary.keys() == corpus.vocabulary.keys()
     assert inside == {
-        path: path.stat().st_mtime_ns for path in (cache / made.fingerprint).iterdir()
+        path: path.stat().st_mtime_ns for path in (cache / corpus.fingerprint).iterdir()
     }
     assert capfd.readouterr() == ("", "")
 
 
 def test_damaged_caches_are_made_anew(tmp_path: Path, vocab: Path):
     text, cache = text_of(one(tmp_path, PROSE), vocab, val_split=0.1), tmp_path / "cache"
-    made = prepare(text, cache, silent)
-    ids, folder = made.train.ids.tolist(), cache / made.fingerprint
+    corpus = prepare(text, cache, silent)
+    ids, folder = corpus.train.ids.tolist(), cache / corpus.fingerprint
     names = sorted(path.name for path in folder.iterdir())
     assert len(names) == 6
     for name in names:
@@ -308,17 +308,17 @@ def test_damaged_caches_are_made_anew(tmp_path: Path, vocab: Path):
         assert (folder / name).read_bytes() == content
     for name in ("valid.npy", "notes.txt"):
         (folder / name).unlink()
-        again = prepare(text, cache, silent)
-        assert again.train.ids.tolist() == ids and again.valid
+        rebuilt = prepare(text, cache, silent)
+        assert rebuilt.train.ids.tolist() == ids and rebuilt.valid
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
 def test_caches_with_impossible_numbers_are_made_anew(tmp_path: Path, vocab: Path):
     text, cache = text_of(one(tmp_path, PROSE), vocab, val_split=0.1), tmp_path / "cache"
-    made = prepare(text, cache, silent)
-    ids = made.train.ids.tolist()
+    corpus = prepare(text, cache, silent)
+    ids = corpus.train.ids.tolist()
     for name, value in (("train.npy", b"\xff\xff"), ("train.starts.npy", b"\xff" * 8)):
-        path = cache / made.fingerprint / name
+        path = cache / corpus.fingerprint / name
         content = path.read_bytes()
         path.write_bytes(content[: -len(value)] + value)
         assert prepare(text, cache, silent).train.ids.tolist() == ids
@@ -328,8 +328,8 @@ def test_caches_with_impossible_numbers_are_made_anew(tmp_path: Path, vocab: Pat
 def test_what_a_fingerprint_depends_on(tmp_path: Path, vocab: Path):
     def fingerprint(content: str = PROSE, vocab: Path | None = None, **more: object) -> str:
         text = text_of(one(tmp_path, content), vocab, **more)
-        given = vocabulary_of(vocab) if vocab else None
-        return _fingerprint(text, documents.find_sources(text.data), given)
+        vocab_tokens = vocabulary_of(vocab) if vocab else None
+        return _fingerprint(text, documents.find_sources(text.data), vocab_tokens)
 
     prints = [
         fingerprint(), fingerprint(PROSE + "x"), fingerprint(vocab_size=513), fingerprint(auto=False),

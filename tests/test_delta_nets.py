@@ -39,8 +39,8 @@ def saved(path: Path, name: str, gone: tuple[str, ...] = (), **changes: Value) -
 def test_blocks_with_attention_are_every_fourth_or_those_that_are_not_listed(
     tmp_path: Path,
 ) -> None:
-    found = open_model(saved(tmp_path / "a.gguf", "qwen3next")).config
-    assert found.attending == (False, True, False, False)
+    loaded = open_model(saved(tmp_path / "a.gguf", "qwen3next")).config
+    assert loaded.attending == (False, True, False, False)
     config = replace(CONFIGS["qwen3next"], attending=(False, False, False, True))
     keys = metadata(config, "random") | vocabulary()
     assert keys["qwen3next.full_attention_interval"].value == 4
@@ -70,8 +70,8 @@ BAD = {
 
 @pytest.mark.parametrize("line", BAD)
 def test_a_bad_file_gets_its_line(tmp_path: Path, line: str) -> None:
-    gone, given = BAD[line]
-    changes = {k: Value("i32" if isinstance(v, list) else "u32", v) for k, v in given.items()}
+    gone, overrides = BAD[line]
+    changes = {k: Value("i32" if isinstance(v, list) else "u32", v) for k, v in overrides.items()}
     path = saved(tmp_path / "m.gguf", "qwen35", gone, **changes)
     with pytest.raises(InputError) as error:
         open_model(path)
@@ -126,15 +126,17 @@ def test_a_model_that_sees_and_guesses_is_converted_without_either(tmp_path: Pat
     convert(tmp_path / "model", tmp_path / "m.gguf")
     kinds = ["Qwen3_5ForConditionalGeneration"]
     text = {key: value for key, value in config.items() if key != "architectures"}
-    whole = {"architectures": kinds, "tie_word_embeddings": True, "text_config": text}
-    (tmp_path / "model/config.json").write_text(json.dumps(whole))
+    hf_config = {"architectures": kinds, "tie_word_embeddings": True, "text_config": text}
+    (tmp_path / "model/config.json").write_text(json.dumps(hf_config))
     seen = {n.replace("model.", "model.language_model.", 1): value for n, value in tensors.items()}
     seen["model.visual.blocks.0.weight"] = seen["mtp.fc.weight"] = np.ones(3, np.float32)
     write_safetensors(tmp_path / "model/model.safetensors", seen)
     convert(tmp_path / "model", tmp_path / "same.gguf")
-    one, other = GGUF(tmp_path / "m.gguf"), GGUF(tmp_path / "same.gguf")
-    assert list(one.entries) == list(other.entries)
-    assert all(np.array_equal(one.array(name), other.array(name)) for name in one.entries)
+    original, stripped = GGUF(tmp_path / "m.gguf"), GGUF(tmp_path / "same.gguf")
+    assert list(original.entries) == list(stripped.entries)
+    assert all(
+        np.array_equal(original.array(name), stripped.array(name)) for name in original.entries
+    )
 
 
 def test_many_tokens_with_decays_that_vanish() -> None:
@@ -144,16 +146,16 @@ def test_many_tokens_with_decays_that_vanish() -> None:
     seq = np.sort(rng.integers(0, 3, (1, time)), axis=1).astype(np.int32)
     leaves = [input("x", (1, time, (2 * 2 + heads) * n)), input("decay", (1, time, heads))]
     leaves += [input("beta", (1, time, heads)), input("seq", (1, time), i32)]
-    dy, how = input("dy", (1, time, heads * n)), {"groups": 2, "width": n, "tiled": True}
-    outs = delta_rule(*leaves, **how), *delta_rule_back(dy, *leaves, **how)
+    dy, options = input("dy", (1, time, heads * n)), {"groups": 2, "width": n, "tiled": True}
+    outs = delta_rule(*leaves, **options), *delta_rule_back(dy, *leaves, **options)
     graph = Graph({str(i): t for i, t in enumerate(outs)})
-    given = {
+    inputs = {
         "x": rng.standard_normal(leaves[0].shape).astype(np.float32), "seq": seq,
         "decay": np.where(rng.random((1, time, heads)) < 0.2, -200.0, -0.01).astype(np.float32),
         "beta": rng.random((1, time, heads)).astype(np.float32),
         "dy": rng.standard_normal(dy.shape).astype(np.float32),
     }  # fmt: skip
-    want, got = interpret(graph, given), bind(graph, {})(given)
+    expected, got = interpret(graph, inputs), bind(graph, {})(inputs)
     for name in graph.outputs:
-        near = 3e-6 * np.abs(want[name]).max()
-        np.testing.assert_allclose(got[name], want[name], atol=near, rtol=0)
+        tolerance = 3e-6 * np.abs(expected[name]).max()
+        np.testing.assert_allclose(got[name], expected[name], atol=tolerance, rtol=0)

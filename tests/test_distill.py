@@ -47,13 +47,13 @@ def example(how: Distill) -> dict[str, np.ndarray]:
     teacher = rng.standard_normal((B * T, V)).astype(np.float32) * 2
     ids = np.argsort(-teacher, axis=-1)[:, : how.top].astype(np.int32)
     logits = np.take_along_axis(teacher, ids, -1)
-    both = np.concatenate((np.maximum(targets, 0).reshape(-1, 1), ids), -1)
+    teacher_ids = np.concatenate((np.maximum(targets, 0).reshape(-1, 1), ids), -1)
     parts = how.parts(logits) * (weights.reshape(-1, 1) > 0)
-    by_row = {"teacher_ids": both.astype(np.int32), "teacher_parts": parts}
-    turned = {n: v.reshape(B, T, -1).swapaxes(1, 2).copy() for n, v in by_row.items()}
+    by_row = {"teacher_ids": teacher_ids.astype(np.int32), "teacher_parts": parts}
+    by_position = {n: v.reshape(B, T, -1).swapaxes(1, 2).copy() for n, v in by_row.items()}
     x = rng.standard_normal((B, T, C)).astype(np.float32)
     head = rng.standard_normal((V, C)).astype(np.float32)
-    return {"x": x, "head": head, "targets": targets, "weights": weights, **turned} | {
+    return {"x": x, "head": head, "targets": targets, "weights": weights, **by_position} | {
         "ids": ids.reshape(B, T, -1),
         "logits": logits.reshape(B, T, -1),
     }
@@ -63,8 +63,8 @@ def graph(how: Distill) -> tuple[pt.Tensor, list[pt.Tensor]]:
     x, head = pt.weight("x", (B, T, C)), pt.weight("token_embd.weight", (V, C))
     targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
     results = ops.linear_cross_entropy(x, head, targets, counted, chunk=4)
-    made = Loss(*results[:3], [], x, targets, counted)
-    return how.loss(CONFIG, {"token_embd.weight": head}, made, 4), [x, head]
+    base_loss = Loss(*results[:3], [], x, targets, counted)
+    return how.loss(CONFIG, {"token_embd.weight": head}, base_loss, 4), [x, head]
 
 
 def wanted(how: Distill, given: dict[str, np.ndarray], x: np.ndarray, head: np.ndarray) -> float:
@@ -75,13 +75,13 @@ def wanted(how: Distill, given: dict[str, np.ndarray], x: np.ndarray, head: np.n
         return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
     at = np.maximum(given["targets"], 0)[..., None]
-    hard = -np.take_along_axis(likelihoods(z), at, -1)[..., 0]
+    hard_losses = -np.take_along_axis(likelihoods(z), at, -1)[..., 0]
     p = np.exp(given["logits"].astype(np.float64) / how.temperature)
     p /= p.sum(-1, keepdims=True)
     q = np.take_along_axis(likelihoods(z / how.temperature), given["ids"], -1)
-    soft = -(p * q).sum(-1) * how.temperature**2
-    each = (1 - how.weight) * hard + how.weight * soft
-    return float((each * given["weights"]).sum())
+    soft_losses = -(p * q).sum(-1) * how.temperature**2
+    token_losses = (1 - how.weight) * hard_losses + how.weight * soft_losses
+    return float((token_losses * given["weights"]).sum())
 
 
 def inputs(given: dict[str, np.ndarray], names: set[str]) -> dict[str, np.ndarray]:
@@ -90,84 +90,87 @@ def inputs(given: dict[str, np.ndarray], names: set[str]) -> dict[str, np.ndarra
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_loss_and_its_slope(name: str) -> None:
-    how = SETTINGS[name]
-    given, (loss, leaves) = example(how), graph(how)
-    found = differentiate(loss, leaves)
-    made = Graph({"loss": loss} | {t.label: d for t, d in found.items()})
-    got = run(made, inputs(given, {leaf.label for leaf in made.leaves}))
-    x, head = given["x"], given["head"]
-    assert float(got["loss"]) == pytest.approx(wanted(how, given, x, head), rel=1e-5)
+    settings = SETTINGS[name]
+    arrays, (loss, leaves) = example(settings), graph(settings)
+    gradients = differentiate(loss, leaves)
+    loss_graph = Graph({"loss": loss} | {t.label: d for t, d in gradients.items()})
+    actual = run(loss_graph, inputs(arrays, {leaf.label for leaf in loss_graph.leaves}))
+    x, head = arrays["x"], arrays["head"]
+    assert float(actual["loss"]) == pytest.approx(wanted(settings, arrays, x, head), rel=1e-5)
     for label, array in (("x", x), ("token_embd.weight", head)):
         for at in [*np.ndindex(array.shape)][::7]:
             step = np.zeros(array.shape)
             step[at] = 1e-5
             sides = [array + step, array - step]
             up, down = (
-                wanted(how, given, *((side, head) if label == "x" else (x, side))) for side in sides
+                wanted(settings, arrays, *((side, head) if label == "x" else (x, side)))
+                for side in sides
             )
-            assert got[label][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), (label, at)
+            assert actual[label][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), (label, at)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_bias_of_the_head_counts_as_a_column_of_it_by_ones(name: str) -> None:
     """The same loss and gradients as with the bias as a column of the head, which ones in x multiply."""
-    how, given = SETTINGS[name], example(SETTINGS[name])
+    settings, arrays = SETTINGS[name], example(SETTINGS[name])
     bias = np.random.default_rng(2).standard_normal(V).astype(np.float32)
-    wide = given | {
-        "x": np.concatenate((given["x"], np.ones((B, T, 1), np.float32)), -1),
-        "head": np.concatenate((given["head"], bias[:, None]), -1),
+    widened = arrays | {
+        "x": np.concatenate((arrays["x"], np.ones((B, T, 1), np.float32)), -1),
+        "head": np.concatenate((arrays["head"], bias[:, None]), -1),
     }
-    found = []
-    for values, width, biased in ((given, C, True), (wide, C + 1, False)):
+    outputs = []
+    for values, width, biased in ((arrays, C, True), (widened, C + 1, False)):
         x, head = pt.weight("x", (B, T, width)), pt.weight("token_embd.weight", (V, width))
         b = pt.weight("output.bias", (V,)) if biased else None
         targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
         results = ops.linear_cross_entropy(x, head, targets, counted, b, chunk=4)
-        made = Loss(*results[:3], [], x, targets, counted)
+        base_loss = Loss(*results[:3], [], x, targets, counted)
         leaves = {"token_embd.weight": head} | ({} if b is None else {"output.bias": b})
-        loss = how.loss(CONFIG, leaves, made, 4)
+        loss = settings.loss(CONFIG, leaves, base_loss, 4)
         slopes = differentiate(loss, [x, *leaves.values()])
-        whole = Graph({"loss": loss} | {t.label: d for t, d in slopes.items()})
-        fed = inputs(values, {leaf.label for leaf in whole.leaves})
-        found.append(run(whole, fed | ({} if b is None else {"output.bias": bias})))
-    ours, same = found
-    assert float(ours["loss"]) == pytest.approx(float(same["loss"]), rel=1e-6)
-    for got, want in (
-        (ours["x"], same["x"][..., :C]),
-        (ours["token_embd.weight"], same["token_embd.weight"][:, :C]),
-        (ours["output.bias"], same["token_embd.weight"][:, C]),
+        loss_graph = Graph({"loss": loss} | {t.label: d for t, d in slopes.items()})
+        fed = inputs(values, {leaf.label for leaf in loss_graph.leaves})
+        outputs.append(run(loss_graph, fed | ({} if b is None else {"output.bias": bias})))
+    biased_output, widened_output = outputs
+    assert float(biased_output["loss"]) == pytest.approx(float(widened_output["loss"]), rel=1e-6)
+    for actual, expected in (
+        (biased_output["x"], widened_output["x"][..., :C]),
+        (biased_output["token_embd.weight"], widened_output["token_embd.weight"][:, :C]),
+        (biased_output["output.bias"], widened_output["token_embd.weight"][:, C]),
     ):
-        np.testing.assert_allclose(got, want, atol=2e-6)
+        np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", SETTINGS)
 def test_pytorch_agrees(name: str) -> None:
     torch: Any = kernels.torch()
-    how = SETTINGS[name]
-    given, (loss, leaves) = example(how), graph(how)
-    found = differentiate(loss, leaves)
-    made = Graph({"loss": loss} | {t.label: d for t, d in found.items()})
-    got = run(made, inputs(given, {leaf.label for leaf in made.leaves}))
-    x, head = (torch.tensor(given[n]).double().requires_grad_() for n in ("x", "head"))
-    z, counted = x @ head.T, torch.tensor(given["weights"]).double()
+    settings = SETTINGS[name]
+    arrays, (loss, leaves) = example(settings), graph(settings)
+    gradients = differentiate(loss, leaves)
+    loss_graph = Graph({"loss": loss} | {t.label: d for t, d in gradients.items()})
+    actual = run(loss_graph, inputs(arrays, {leaf.label for leaf in loss_graph.leaves}))
+    x, head = (torch.tensor(arrays[n]).double().requires_grad_() for n in ("x", "head"))
+    z, counted = x @ head.T, torch.tensor(arrays["weights"]).double()
     functional = torch.nn.functional
-    targets = torch.tensor(given["targets"]).long().clamp(min=0)
-    hard = functional.cross_entropy(z.transpose(1, 2), targets, reduction="none")
+    targets = torch.tensor(arrays["targets"]).long().clamp(min=0)
+    hard_losses = functional.cross_entropy(z.transpose(1, 2), targets, reduction="none")
     p = torch.zeros_like(z).scatter(
         -1,
-        torch.tensor(given["ids"]).long(),
-        functional.softmax(torch.tensor(given["logits"]).double() / how.temperature, -1),
+        torch.tensor(arrays["ids"]).long(),
+        functional.softmax(torch.tensor(arrays["logits"]).double() / settings.temperature, -1),
     )
-    soft = functional.cross_entropy(
-        (z / how.temperature).transpose(1, 2), p.transpose(1, 2), reduction="none"
+    soft_losses = functional.cross_entropy(
+        (z / settings.temperature).transpose(1, 2), p.transpose(1, 2), reduction="none"
     )
-    each = (1 - how.weight) * hard + how.weight * how.temperature**2 * soft
-    total = (each * counted).sum()
+    token_losses = (
+        1 - settings.weight
+    ) * hard_losses + settings.weight * settings.temperature**2 * soft_losses
+    total = (token_losses * counted).sum()
     total.backward()
-    assert float(got["loss"]) == pytest.approx(total.item(), rel=1e-5)
-    np.testing.assert_allclose(got["x"], x.grad.numpy(), atol=2e-5)
-    np.testing.assert_allclose(got["token_embd.weight"], head.grad.numpy(), atol=2e-5)
+    assert float(actual["loss"]) == pytest.approx(total.item(), rel=1e-5)
+    np.testing.assert_allclose(actual["x"], x.grad.numpy(), atol=2e-5)
+    np.testing.assert_allclose(actual["token_embd.weight"], head.grad.numpy(), atol=2e-5)
 
 
 # ---- runs
@@ -175,22 +178,22 @@ def test_pytorch_agrees(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("distill")
+    directory = tmp_path_factory.mktemp("distill")
     rng = random.Random(1)
     words = [[rng.choice(("sun", "ice", "sea", "sky")) for _ in range(3)] for _ in range(50)]
     lines = [{"prompt": f"say {w[0]}", "completion": " ".join(w)} for w in words]
-    (made / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (directory / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for name in ("llama tied", "gemma2"):
-        random_model(made / f"{name}.gguf", name)
-    random_model(made / "teacher.gguf", "qwen2")
-    return made
+        random_model(directory / f"{name}.gguf", name)
+    random_model(directory / "teacher.gguf", "qwen2")
+    return directory
 
 
 def tuned(folder: Path, output: Path, *more: str, base: str = "llama tied") -> int:
-    given = [str(folder / f"{base}.gguf"), "--data", str(folder / "data.jsonl"), "-o", str(output)]
-    usual = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
+    args = [str(folder / f"{base}.gguf"), "--data", str(folder / "data.jsonl"), "-o", str(output)]
+    common_flags = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
     teacher = ["--teacher", str(folder / "llama tied.gguf")] if "--teacher" not in more else []
-    return main(["finetune", *given, *usual, *teacher, *more])
+    return main(["finetune", *args, *common_flags, *teacher, *more])
 
 
 def losses(output: Path) -> list[float]:
@@ -204,13 +207,13 @@ def test_what_the_teacher_says_is_kept(folder: Path, tmp_path: Path, capsys: Any
     assert tuned(folder, output, "--iters", "2", "--distill-top", "5") == 0, said(capsys)
     path = output.with_suffix(".run") / FILE
     with np.load(path) as file:
-        ids, found = file["ids"], file["logits"]
-    known = ids[:, 0] >= 0
-    assert known.any() and ids.shape[1] == 5
-    assert (np.diff(found[known], axis=-1) <= 0).all()
-    before = path.stat().st_mtime_ns
+        ids, top_logits = file["ids"], file["logits"]
+    has_teacher = ids[:, 0] >= 0
+    assert has_teacher.any() and ids.shape[1] == 5
+    assert (np.diff(top_logits[has_teacher], axis=-1) <= 0).all()
+    mtime_before = path.stat().st_mtime_ns
     assert tuned(folder, output, "--iters", "2", "--distill-top", "5", "--overwrite") == 0
-    assert path.stat().st_mtime_ns == before
+    assert path.stat().st_mtime_ns == mtime_before
     assert tuned(folder, output, "--iters", "2", "--distill-top", "6", "--overwrite") == 0
     with np.load(path) as file:
         assert file["ids"].shape[1] == 6
@@ -219,13 +222,13 @@ def test_what_the_teacher_says_is_kept(folder: Path, tmp_path: Path, capsys: Any
 def test_a_teacher_that_is_the_model_leaves_it_as_it_is(folder: Path, tmp_path: Path) -> None:
     """Alone and with all that it finds likely, its loss has no slope where the student says the same."""
     output = tmp_path / "tuned.gguf"
-    more = ["--iters", "1", "--distill-weight", "1", "--distill-top", "128"]
-    assert tuned(folder, output, *more) == 0
+    flags = ["--iters", "1", "--distill-weight", "1", "--distill-top", "128"]
+    assert tuned(folder, output, *flags) == 0
     record = next(iter(metrics_file.read(output.with_suffix(".run") / "metrics.jsonl")))
-    other = tmp_path / "other.gguf"
-    assert tuned(folder, other, "--iters", "1", "--distill-weight", "0.001") == 0
-    plain = next(iter(metrics_file.read(other.with_suffix(".run") / "metrics.jsonl")))
-    assert record["grad_norm"] < 0.5 * plain["grad_norm"]
+    other_output = tmp_path / "other.gguf"
+    assert tuned(folder, other_output, "--iters", "1", "--distill-weight", "0.001") == 0
+    plain_record = next(iter(metrics_file.read(other_output.with_suffix(".run") / "metrics.jsonl")))
+    assert record["grad_norm"] < 0.5 * plain_record["grad_norm"]
 
 
 def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -234,25 +237,25 @@ def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys:
 
 def test_a_resumed_run_reads_no_more_with_the_teacher_than_it_sees(folder, tmp_path, capsys):
     output = tmp_path / "tuned.gguf"
-    more = ["--iters", "3", "--batch-size", "1", "--ctx", "64"]
+    flags = ["--iters", "3", "--batch-size", "1", "--ctx", "64"]
     with signal_after(1):
-        assert tuned(folder, output, *more) == 130
+        assert tuned(folder, output, *flags) == 130
     path = output.with_suffix(".run") / FILE
     with np.load(path) as file:
-        before = file["ids"]
-    assert (before[:, 0] < 0).any()
-    assert tuned(folder, output, *more, "--resume") == 0, said(capsys)
+        saved_ids = file["ids"]
+    assert (saved_ids[:, 0] < 0).any()
+    assert tuned(folder, output, *flags, "--resume") == 0, said(capsys)
     with np.load(path) as file:
-        assert np.array_equal(file["ids"], before)
+        assert np.array_equal(file["ids"], saved_ids)
 
 
 def test_the_specification_learns_the_same(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    found = []
+    loss_curves = []
     for device in ("cpu", "numpy"):
         output = tmp_path / f"{device}.gguf"
         assert tuned(folder, output, "--iters", "2", "--device", device) == 0, said(capsys)
-        found.append(losses(output))
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+        loss_curves.append(losses(output))
+    np.testing.assert_allclose(loss_curves[1], loss_curves[0], rtol=1e-4)
 
 
 def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, capsys, monkeypatch):
@@ -261,8 +264,8 @@ def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, c
     arrays["token_embd.weight"] = arrays["token_embd.weight"][:-3].copy()
     changed = dict(model.gguf.values)
     for name in ("tokens", "scores", "token_type"):
-        given = changed[f"tokenizer.ggml.{name}"]
-        changed[f"tokenizer.ggml.{name}"] = replace(given, value=[*given.value][:-3])
+        entry = changed[f"tokenizer.ggml.{name}"]
+        changed[f"tokenizer.ggml.{name}"] = replace(entry, value=[*entry.value][:-3])
     size = changed["qwen2.vocab_size"]
     changed["qwen2.vocab_size"] = replace(size, value=size.value - 3)
     write(tmp_path / "less.gguf", changed, arrays)
@@ -271,23 +274,27 @@ def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, c
     assert f"less.gguf has {count} tokens, and the data has token" in said(capsys)[-1]
     monkeypatch.setitem(CONFIGS, "gpt2", replace(CONFIGS["gpt2"], context_length=128))
     random_model(tmp_path / "gpt2.gguf", "gpt2")
-    long = {"prompt": "say it", "completion": "sun " * 100}
-    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(long)] * 9))
-    more = ["--teacher", str(tmp_path / "gpt2.gguf"), "--data", str(tmp_path / "data.jsonl")]
-    assert tuned(folder, tmp_path / "t.gguf", *more, "--ctx", "300") == 2
+    long_record = {"prompt": "say it", "completion": "sun " * 100}
+    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(long_record)] * 9))
+    flags = ["--teacher", str(tmp_path / "gpt2.gguf"), "--data", str(tmp_path / "data.jsonl")]
+    assert tuned(folder, tmp_path / "t.gguf", *flags, "--ctx", "300") == 2
     last = said(capsys)[-1]
     assert "gpt2.gguf has learned 128 positions" in last and "give --ctx 128" in last
-    assert tuned(folder, tmp_path / "t.gguf", *more, "--ctx", "128", "--iters", "1") == 0
+    assert tuned(folder, tmp_path / "t.gguf", *flags, "--ctx", "128", "--iters", "1") == 0
 
 
 def test_packing_and_memory_do_not_change_the_loss(folder: Path, tmp_path: Path) -> None:
-    found = []
-    for name, more in (("a", []), ("b", ["--memory", room(600)]), ("c", ["--recompute", "blocks"])):
+    loss_curves = []
+    for name, flags in (
+        ("a", []),
+        ("b", ["--memory", room(600)]),
+        ("c", ["--recompute", "blocks"]),
+    ):
         output = tmp_path / f"{name}.gguf"
-        assert tuned(folder, output, "--iters", "2", *more) == 0
-        found.append(losses(output))
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
-    np.testing.assert_allclose(found[2], found[0], rtol=1e-5)
+        assert tuned(folder, output, "--iters", "2", *flags) == 0
+        loss_curves.append(losses(output))
+    np.testing.assert_allclose(loss_curves[1], loss_curves[0], rtol=1e-5)
+    np.testing.assert_allclose(loss_curves[2], loss_curves[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -306,9 +313,9 @@ def test_what_it_is_not_for_is_refused(base, more, why, folder, tmp_path, capsys
 
 
 def test_settings_without_a_teacher_are_refused(folder, tmp_path, capsys):
-    given = [str(folder / "llama tied.gguf"), "--data", str(folder / "data.jsonl")]
+    args = [str(folder / "llama tied.gguf"), "--data", str(folder / "data.jsonl")]
     output = ["-o", str(tmp_path / "tuned.gguf"), "--distill-weight", "0.7"]
-    assert main(["finetune", *given, *output]) == 2
+    assert main(["finetune", *args, *output]) == 2
     assert "--distill-weight has no effect without --teacher" in said(capsys)[-1]
 
 
@@ -317,9 +324,9 @@ def test_another_vocabulary_is_refused_by_name(folder, tmp_path, capsys):
     model = open_model(folder / "llama tied.gguf")
     changed = dict(model.gguf.values)
     tokens = changed["tokenizer.ggml.tokens"]
-    other = replace(tokens, value=[*tokens.value[:-1], b"another"])
+    changed_tokens = replace(tokens, value=[*tokens.value[:-1], b"another"])
     arrays = {n: model.gguf.array(n) for n in transformer.weights(model.config)}
-    write(tmp_path / "other.gguf", changed | {"tokenizer.ggml.tokens": other}, arrays)
+    write(tmp_path / "other.gguf", changed | {"tokenizer.ggml.tokens": changed_tokens}, arrays)
     assert tuned(folder, tmp_path / "t.gguf", "--teacher", str(tmp_path / "other.gguf")) == 2
     last = said(capsys)[-1]
     assert "b'another'" in last and "a teacher needs the same" in last

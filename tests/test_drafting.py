@@ -35,20 +35,20 @@ def generator(seed: int = 0, cells: int = 64, rows: int = 9, more: int = 0) -> G
 
 
 def reply(sampling: Sampling, drafter: Drafter | None = None, count: int = 40, **how: int) -> Reply:
-    made = Reply(generator(**how), tokenizer(), PROMPT, sampling, 7, Limits(count), drafter, 8)
-    "".join(made)
-    return made
+    output = Reply(generator(**how), tokenizer(), PROMPT, sampling, 7, Limits(count), drafter, 8)
+    "".join(output)
+    return output
 
 
 def test_tokens_that_only_one_model_has_are_not_guessed():
     """The larger vocabulary may be either's."""
-    wide = Sampling(temp=1.5, top_k=0, top_p=1, min_p=0)
-    alone = reply(wide)
-    large = SmallModel(generator(1, more=90), 0.0, KNOWN.vocab_size)
-    proposed = [large.propose([*PROMPT, token], 8) for token in range(KNOWN.vocab_size)]
+    flat_sampling = Sampling(temp=1.5, top_k=0, top_p=1, min_p=0)
+    undrafted = reply(flat_sampling)
+    large_drafter = SmallModel(generator(1, more=90), 0.0, KNOWN.vocab_size)
+    proposed = [large_drafter.propose([*PROMPT, token], 8) for token in range(KNOWN.vocab_size)]
     assert any(len(guess) < 8 for guess in proposed)
     assert max(map(max, filter(None, proposed))) < KNOWN.vocab_size
-    assert reply(wide, large).ids == alone.ids
+    assert reply(flat_sampling, large_drafter).ids == undrafted.ids
     assert SmallModel(generator(1), 0.0, 9).propose([8, 9], 8) == []
 
 
@@ -59,44 +59,47 @@ class Wild:
         self.right, self.draw = [*PROMPT, *right], np.random.default_rng(0)
 
     def propose(self, text: Sequence[int], count: int) -> list[int]:
-        good = self.right[len(text) : len(text) + count]
-        wrong = self.draw.random(len(good)) < 0.2
-        return [(t + w) % KNOWN.vocab_size for t, w in zip(good, wrong, strict=True)]
+        correct_tokens = self.right[len(text) : len(text) + count]
+        wrong = self.draw.random(len(correct_tokens)) < 0.2
+        return [(t + w) % KNOWN.vocab_size for t, w in zip(correct_tokens, wrong, strict=True)]
 
 
 @pytest.mark.parametrize(
     "sampling", [Sampling(temp=0), Sampling(temp=1.5, top_k=0, top_p=1, min_p=0)]
 )
 def test_guesses_do_not_change_the_text(sampling: Sampling):
-    alone = reply(sampling)
+    undrafted = reply(sampling)
     drafters = (
-        Wild(alone.ids),
+        Wild(undrafted.ids),
         Lookup(),
         SmallModel(generator(0), 0.0, KNOWN.vocab_size),
         SmallModel(generator(1), 0.0, KNOWN.vocab_size),
     )
     for drafter in drafters:
         guessed = reply(sampling, drafter)
-        assert guessed.ids == alone.ids and guessed.ended == alone.ended == "count"
+        assert guessed.ids == undrafted.ids and guessed.ended == undrafted.ended == "count"
         assert 0 <= guessed.accepted <= guessed.drafted
-        assert guessed.writing.tokens == alone.writing.tokens
-    assert reply(sampling, Wild(alone.ids)).accepted > 10
+        assert guessed.writing.tokens == undrafted.writing.tokens
+    assert reply(sampling, Wild(undrafted.ids)).accepted > 10
 
 
 def test_a_model_guesses_itself():
     greedy = Sampling(temp=0)
-    alone, guessed = reply(greedy), reply(greedy, SmallModel(generator(), 0.0, KNOWN.vocab_size))
-    assert guessed.ids == alone.ids and guessed.accepted == guessed.drafted > 30
-    sure = reply(greedy, SmallModel(generator(), 1.1, KNOWN.vocab_size))
-    assert sure.ids == alone.ids and sure.drafted == 0
+    undrafted, guessed = (
+        reply(greedy),
+        reply(greedy, SmallModel(generator(), 0.0, KNOWN.vocab_size)),
+    )
+    assert guessed.ids == undrafted.ids and guessed.accepted == guessed.drafted > 30
+    strict_result = reply(greedy, SmallModel(generator(), 1.1, KNOWN.vocab_size))
+    assert strict_result.ids == undrafted.ids and strict_result.drafted == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 200])
 def test_guesses_respect_the_number_of_tokens_and_the_context(count: int):
-    alone = reply(Sampling(temp=0), count=count, cells=40)
-    guessed = reply(Sampling(temp=0), Wild(alone.ids), count=count, cells=40)
-    assert guessed.ids == alone.ids and guessed.ended == alone.ended
-    assert alone.ended == ("context" if count == 200 else "count")
+    undrafted = reply(Sampling(temp=0), count=count, cells=40)
+    guessed = reply(Sampling(temp=0), Wild(undrafted.ids), count=count, cells=40)
+    assert guessed.ids == undrafted.ids and guessed.ended == undrafted.ended
+    assert undrafted.ended == ("context" if count == 200 else "count")
 
 
 def test_what_followed_before_is_looked_up():
@@ -113,8 +116,8 @@ def test_other_vocabularies_are_refused():
         return SimpleNamespace(gguf=SimpleNamespace(path=name, metadata=metadata))
 
     ours = model("a.gguf", "x", "y", "z")
-    for same in (("x", "y", "z"), ("x", "y"), ("x", "y", "z", *128 * "w")):
-        check_vocabularies(ours, model("b.gguf", *same))
+    for compatible_vocab in (("x", "y", "z"), ("x", "y"), ("x", "y", "z", *128 * "w")):
+        check_vocabularies(ours, model("b.gguf", *compatible_vocab))
     with pytest.raises(
         InputError, match=r"b.gguf: token 1 is 'odd', and in a.gguf 'y'; a draft needs the same"
     ):
@@ -127,11 +130,16 @@ def test_other_vocabularies_are_refused():
 
 def test_the_commands_guess(tmp_path: Path):
     random_model(tmp_path / "a.gguf", "llama")
-    given = {"prompt": "the", "n_predict": 30, "temp": 0.0, "ctx": 64}
-    alone = generate(Generate(tmp_path / "a.gguf", **given), Events())
-    looked = generate(Generate(tmp_path / "a.gguf", **given, draft_lookup=True), Events())
-    small = Generate(tmp_path / "a.gguf", **given, model_draft=tmp_path / "a.gguf", draft_p_min=0.0)
-    guessed = generate(small, Events())
-    assert alone.text == looked.text == guessed.text and guessed.drafted == guessed.accepted > 20
+    options = {"prompt": "the", "n_predict": 30, "temp": 0.0, "ctx": 64}
+    undrafted = generate(Generate(tmp_path / "a.gguf", **options), Events())
+    lookup_result = generate(Generate(tmp_path / "a.gguf", **options, draft_lookup=True), Events())
+    drafted_task = Generate(
+        tmp_path / "a.gguf", **options, model_draft=tmp_path / "a.gguf", draft_p_min=0.0
+    )
+    guessed = generate(drafted_task, Events())
+    assert (
+        undrafted.text == lookup_result.text == guessed.text
+        and guessed.drafted == guessed.accepted > 20
+    )
     with pytest.raises(InputError, match="--draft-lookup and --model-draft both guess"):
-        generate(replace(small, draft_lookup=True), Events())
+        generate(replace(drafted_task, draft_lookup=True), Events())

@@ -41,34 +41,34 @@ def expected(path: Path, text: str, pooling: str) -> np.ndarray:
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_they_are_pooled_outputs_of_the_last_norm(path: Path, pooling: str):
     got = pt.embed(path, TEXTS, pooling=pooling, normalize=False, cache_type="f32")
-    want = np.stack([expected(path, text, pooling) for text in TEXTS])
-    assert got.dtype == np.float32 and got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    reference = np.stack([expected(path, text, pooling) for text in TEXTS])
+    assert got.dtype == np.float32 and got.shape == reference.shape
+    np.testing.assert_allclose(got, reference, rtol=1e-4, atol=1e-4 * np.abs(reference).max())
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama experts"])
 def test_a_text_has_the_same_alone_and_in_a_batch(tmp_path: Path, name: str, pooling: str):
     random_model(tmp_path / "a.gguf", name)
-    how = {"pooling": pooling, "cache_type": "f32"}
-    together = pt.embed(tmp_path / "a.gguf", TEXTS, **how)
-    alone = [pt.embed(tmp_path / "a.gguf", [text], **how)[0] for text in TEXTS]
-    np.testing.assert_allclose(together, np.stack(alone), rtol=0, atol=2e-6)
+    options = {"pooling": pooling, "cache_type": "f32"}
+    batched = pt.embed(tmp_path / "a.gguf", TEXTS, **options)
+    individual = [pt.embed(tmp_path / "a.gguf", [text], **options)[0] for text in TEXTS]
+    np.testing.assert_allclose(batched, np.stack(individual), rtol=0, atol=2e-6)
 
 
 def test_more_texts_than_one_batch_takes(path: Path):
     texts = [chr(97 + n % 26) * (n % 40 + 1) for n in range(150)]
-    got, some = pt.embed(path, texts, cache_type="f32"), [0, 62, 63, 149]
-    want = pt.embed(path, [texts[n] for n in some], cache_type="f32")
-    np.testing.assert_allclose(got[some], want, rtol=0, atol=2e-6)
+    got, indices = pt.embed(path, texts, cache_type="f32"), [0, 62, 63, 149]
+    reference = pt.embed(path, [texts[n] for n in indices], cache_type="f32")
+    np.testing.assert_allclose(got[indices], reference, rtol=0, atol=2e-6)
     assert [*map(len, batches([3, 4, 5, 9, 1], 9, 2))] == [2, 1, 1, 1]
     assert [*map(len, batches([1] * 7, 9, 3))] == [3, 3, 1]
 
 
 def test_norms_are_those_of_llama_embedding():
     v = np.array([3, -4, 0], np.float32)
-    want = {-1: v, 0: v * 8190, 1: v / 7, 2: v / 5, 3: v / 91 ** (1 / 3)}
-    for norm, values in want.items():
+    expected_by_norm = {-1: v, 0: v * 8190, 1: v / 7, 2: v / 5, 3: v / 91 ** (1 / 3)}
+    for norm, values in expected_by_norm.items():
         np.testing.assert_allclose(normalized(v, norm), values, rtol=1e-6)
     assert not normalized(np.zeros(3, np.float32), 2).any()
 
@@ -99,25 +99,25 @@ def test_the_command_prints_arrays_or_what_openai_does(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "texts").write_text("the dog\nbirds\n")
-    given = ["embed", str(path), "-p", "the cat", "-f", str(tmp_path / "texts")]
-    assert main(given) == 0
+    args = ["embed", str(path), "-p", "the cat", "-f", str(tmp_path / "texts")]
+    assert main(args) == 0
     arrays, said = capsys.readouterr()
-    want = pt.embed(path, ["the cat", "the dog", "birds"])
-    assert np.array_equal(np.array(json.loads(arrays), np.float32), want)
+    reference = pt.embed(path, ["the cat", "the dog", "birds"])
+    assert np.array_equal(np.array(json.loads(arrays), np.float32), reference)
     assert "3 texts of" in said and "256 values each, pooling mean" in said
-    assert main([*given, "--embd-output-format", "json+"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert [one["index"] for one in made["data"]] == [0, 1, 2]
-    assert made["data"][1]["embedding"] == json.loads(arrays)[1]
-    assert made["usage"]["total_tokens"] == sum(
+    assert main([*args, "--embd-output-format", "json+"]) == 0
+    response = json.loads(capsys.readouterr().out)
+    assert [entry["index"] for entry in response["data"]] == [0, 1, 2]
+    assert response["data"][1]["embedding"] == json.loads(arrays)[1]
+    assert response["usage"]["total_tokens"] == sum(
         embed(Embed(path, ("the cat", "the dog", "birds")), Callbacks()).tokens
     )
-    np.testing.assert_allclose(made["cosineSimilarity"], want @ want.T, atol=2e-6)
-    assert main([*given, "--embd-output-format", "json", "--embd-normalize", "-1"]) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert "cosineSimilarity" not in plain
+    np.testing.assert_allclose(response["cosineSimilarity"], reference @ reference.T, atol=2e-6)
+    assert main([*args, "--embd-output-format", "json", "--embd-normalize", "-1"]) == 0
+    plain_response = json.loads(capsys.readouterr().out)
+    assert "cosineSimilarity" not in plain_response
     raw = pt.embed(path, ["the cat", "the dog", "birds"], normalize=False)[0]
-    assert np.array_equal(np.array(plain["data"][0]["embedding"], np.float32), raw)
+    assert np.array_equal(np.array(plain_response["data"][0]["embedding"], np.float32), raw)
 
 
 @pytest.mark.parametrize(

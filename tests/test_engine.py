@@ -21,16 +21,18 @@ ROWS, TIME = 4, 16
 
 
 def engine(rows: int, micros: int, **given) -> Engine:
-    made = Engine(make_plans(StepShape(CONFIG, rows, TIME, micros, **given), AdamW()), AdamW())
-    made.session.set(values(CONFIG))
-    return made
+    model_engine = Engine(
+        make_plans(StepShape(CONFIG, rows, TIME, micros, **given), AdamW()), AdamW()
+    )
+    model_engine.session.set(values(CONFIG))
+    return model_engine
 
 
 def windows(seed: int) -> dict[str, np.ndarray]:
     """A batch whose weights are 1 or 0, as data has them, unevenly over its rows."""
-    made = batch(CONFIG, ROWS, TIME, seed)
+    inputs = batch(CONFIG, ROWS, TIME, seed)
     keep = np.arange(TIME)[None] < np.array([[TIME], [3], [9], [TIME - 1]])
-    return made | {"weights": keep.astype(np.float32)}
+    return inputs | {"weights": keep.astype(np.float32)}
 
 
 def part(whole: dict[str, np.ndarray], rows: slice) -> dict[str, np.ndarray]:
@@ -40,27 +42,27 @@ def part(whole: dict[str, np.ndarray], rows: slice) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("keep", [None, uniform(CONFIG.block_count, ())])
 def test_micro_batches_are_one_batch(max_norm, keep):
-    whole = engine(ROWS, 1, max_norm=max_norm, keep=keep)
+    reference = engine(ROWS, 1, max_norm=max_norm, keep=keep)
     parts = engine(ROWS // 4, 4, max_norm=max_norm, keep=keep)
-    assert set(whole.run) == {STEP, EVALUATE} and set(parts.run) == {MICRO, UPDATE, EVALUATE}
+    assert set(reference.run) == {STEP, EVALUATE} and set(parts.run) == {MICRO, UPDATE, EVALUATE}
     for number in (1, 2, 3):
-        made = windows(number)
-        a = whole.step([made], number, 1e-2)
-        b = parts.step([part(made, slice(i, i + 1)) for i in range(4)], number, 1e-2)
-        assert a.tokens == b.tokens == int(made["weights"].sum())
+        full_batch = windows(number)
+        a = reference.step([full_batch], number, 1e-2)
+        b = parts.step([part(full_batch, slice(i, i + 1)) for i in range(4)], number, 1e-2)
+        assert a.tokens == b.tokens == int(full_batch["weights"].sum())
         np.testing.assert_allclose([b.loss, b.norm], [a.loss, a.norm], rtol=1e-5)
     for name in transformer.weights(CONFIG):
-        change = whole.session.get(name) - values(CONFIG)[name]
+        change = reference.session.get(name) - values(CONFIG)[name]
         assert np.abs(change).max() > 1e-3
         np.testing.assert_allclose(
-            parts.session.get(name), whole.session.get(name), atol=1e-4, err_msg=name
+            parts.session.get(name), reference.session.get(name), atol=1e-4, err_msg=name
         )
 
 
 def test_a_bad_step_is_skipped_named_and_its_sums_forgotten():
     parts, name = engine(2, 2, max_norm=1.0), "blk.0.ffn_up.weight"
-    made = windows(1)
-    halves = [part(made, slice(0, 2)), part(made, slice(2, 4))]
+    full_batch = windows(1)
+    halves = [part(full_batch, slice(0, 2)), part(full_batch, slice(2, 4))]
     good = parts.session.get(name)
     huge = np.full_like(good, 3e38)
     parts.session.set({name: huge})
@@ -73,10 +75,12 @@ def test_a_bad_step_is_skipped_named_and_its_sums_forgotten():
 
 
 def test_evaluation_is_the_mean_over_tokens_with_its_error_over_windows():
-    made = engine(ROWS, 1)
+    model_engine = engine(ROWS, 1)
     batches = [windows(1), windows(2)]
-    got = made.evaluate(batches)
-    losses = [made.run[EVALUATE](b)["losses"].astype(np.float64) * b["weights"] for b in batches]
+    got = model_engine.evaluate(batches)
+    losses = [
+        model_engine.run[EVALUATE](b)["losses"].astype(np.float64) * b["weights"] for b in batches
+    ]
     sums, counts = np.concatenate(losses).sum(1), np.tile([TIME, 3, 9, TIME - 1], 2)
     assert got.tokens == counts.sum()
     assert got.loss == pytest.approx(sums.sum() / counts.sum(), rel=1e-12)
@@ -92,8 +96,8 @@ def test_a_plan_counts_every_leaf_once_and_one_arena():
     assert plans.weight_nbytes == parameters == plans.gradient_nbytes
     assert plans.state_nbytes == 2 * parameters
     assert plans.arena_nbytes == max(p.arena().nbytes for p in plans.plans.values())
-    held = 4 * sum(aligned(spec.nbytes, cpu.alignment) for spec in leaves)
-    assert plans.nbytes == held + plans.arena_nbytes + plans.loop_nbytes
+    leaf_nbytes = 4 * sum(aligned(spec.nbytes, cpu.alignment) for spec in leaves)
+    assert plans.nbytes == leaf_nbytes + plans.arena_nbytes + plans.loop_nbytes
 
 
 def test_schedules():
@@ -118,15 +122,15 @@ def test_schedules():
 
 
 def test_accuracy_counts_the_targets_that_were_likeliest():
-    made, given = engine(ROWS, 1), windows(5)
+    model_engine, inputs = engine(ROWS, 1), windows(5)
     logits, handles = generation(CONFIG, transformer.weights(CONFIG), TIME, Cache(TIME), TIME)
-    run = made.session.executor(place(Graph({"logits": logits}, handles)))
+    run = model_engine.session.executor(place(Graph({"logits": logits}, handles)))
     likeliest = []
     for row in range(ROWS):
-        fed = Cells(TIME).feed(given["tokens"][row], given["seq"][row], np.arange(TIME))
+        fed = Cells(TIME).feed(inputs["tokens"][row], inputs["seq"][row], np.arange(TIME))
         likeliest.append(run(fed)["logits"].argmax(-1))
-    given["targets"][:, ::2] = np.array(likeliest)[:, ::2]
-    right = (np.array(likeliest) == given["targets"]) * given["weights"]
-    got, share = made.evaluate([given]), right.sum() / given["weights"].sum()
+    inputs["targets"][:, ::2] = np.array(likeliest)[:, ::2]
+    right = (np.array(likeliest) == inputs["targets"]) * inputs["weights"]
+    got, share = model_engine.evaluate([inputs]), right.sum() / inputs["weights"].sum()
     assert got.accuracy == pytest.approx(share) and 0.3 < share < 1
     assert got.accuracy_error == pytest.approx((share * (1 - share) / (got.tokens - 1)) ** 0.5)

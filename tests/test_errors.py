@@ -85,9 +85,9 @@ def test_a_tensor_is_named_once():
 
 
 def test_two_leaves_of_one_name():
-    one, two = pt.weight("w", (3,)), pt.weight("w", (3,))
+    first_leaf, second_leaf = pt.weight("w", (3,)), pt.weight("w", (3,))
     with pytest.raises(GraphError, match="two leaves are called w"):
-        Graph([ops.add(one, two)])
+        Graph([ops.add(first_leaf, second_leaf)])
 
 
 def test_only_a_whole_leaf_is_written():
@@ -110,12 +110,12 @@ def written() -> tuple[pt.Tensor, pt.Tensor, int]:
 
 def test_a_leaf_read_as_it_was_before_a_write():
     leaf, handle, wrote_at = written()
-    stale = ops.narrow(leaf, axis=0, start=1, length=2)
+    stale_view = ops.narrow(leaf, axis=0, start=1, length=2)
     with pytest.raises(GraphError) as error:
-        Graph([ops.neg(stale)], updates=[handle])
+        Graph([ops.neg(stale_view)], updates=[handle])
     assert message(error) == (
         f"narrow: reads cache as it was before set_rows wrote it at {FILE}:{wrote_at}; read the handle that "
-        f"set_rows returned, or copy the value before the write\n  at {FILE}:{stale.call.origin[1]}"
+        f"set_rows returned, or copy the value before the write\n  at {FILE}:{stale_view.call.origin[1]}"
     )
 
 
@@ -132,11 +132,11 @@ def written_again(leaf: pt.Tensor) -> pt.Tensor:
 
 def test_a_gradient_that_needs_the_value_before_a_write():
     leaf, w = pt.state("cache", (5, 3)), pt.weight("w", (4, 3))
-    before = ops.sum(ops.sqr(ops.matmul(leaf, w)))
+    loss = ops.sum(ops.sqr(ops.matmul(leaf, w)))
     (handle,) = ops.set_rows(leaf, pt.input("x", (2, 3)), pt.constant("ids", np.arange(2), i32))
-    found = differentiate(before, [w])[w]
+    gradient = differentiate(loss, [w])[w]
     with pytest.raises(GraphError, match="out_prod: reads cache as it was before set_rows wrote"):
-        Graph([found], updates=[handle])
+        Graph([gradient], updates=[handle])
 
 
 # ---- differentiating -----------------------------------------------------------------------------------------
@@ -146,16 +146,16 @@ def test_missing_gradients_are_named_all_at_once():
     x = pt.weight("x", (3, 4))
     gate = ops.clip_gate(ops.sum_squares(x), max_norm=1.0)
     dy = pt.input("dy", (3, 4))
-    back = ops.silu_back(dy, ops.mul(x, ops.broadcast_to(gate, shape=(3, 4))))
+    silu_gradient = ops.silu_back(dy, ops.mul(x, ops.broadcast_to(gate, shape=(3, 4))))
     with pytest.raises(GraphError) as error:
-        differentiate(ops.sum(back), [x])
+        differentiate(ops.sum(silu_gradient), [x])
     text = message(error).splitlines()
     assert text[0] == "no gradient (vjp) for 2 calls:"
-    assert [re.search(r"= (\w+)\(", given).group(1) for given in text[1:]] == [
+    assert [re.search(r"= (\w+)\(", entry).group(1) for entry in text[1:]] == [
         "clip_gate",
         "silu_back",
     ]
-    assert all(f"# {FILE}:" in given for given in text[1:])
+    assert all(f"# {FILE}:" in entry for entry in text[1:])
 
 
 def test_a_loss_that_is_no_scalar():
@@ -188,15 +188,20 @@ def test_a_plan_of_another_graph():
     def placed(n: int) -> pt.Placed:
         return place(Graph({"y": ops.neg(pt.input("x", (n,)))}))
 
-    one, same, other = placed(3), placed(3), placed(4)
-    plan = make_plan(one)
-    pt.Session().executor(same, plan)
-    for use in (lambda: pt.Session().executor(other, plan), lambda: pt.verify(plan, other)):
+    planned_graph, equal_graph, other_graph = placed(3), placed(3), placed(4)
+    plan = make_plan(planned_graph)
+    pt.Session().executor(equal_graph, plan)
+    for use in (
+        lambda: pt.Session().executor(other_graph, plan),
+        lambda: pt.verify(plan, other_graph),
+    ):
         with pytest.raises(GraphError) as error:
             use()
-        made_for, given = one.fingerprint, other.fingerprint
-        assert made_for != given
-        expected = f"the plan is for graph {made_for}, not for this graph {given}; plan it again"
+        made_for, fingerprint = planned_graph.fingerprint, other_graph.fingerprint
+        assert made_for != fingerprint
+        expected = (
+            f"the plan is for graph {made_for}, not for this graph {fingerprint}; plan it again"
+        )
         assert message(error) == expected
 
 
@@ -216,10 +221,10 @@ def test_nan_in_the_forward_pass_names_op_and_line():
     at = line() + 1
     y = named("root", ops.sqrt(x))
     run = bind(Graph({"y": ops.neg(y)}))
-    given = np.array([[1, 4, 9], [1, -7, 2]], np.float32)
-    assert np.isnan(run({"x": given})["y"]).any()
+    values = np.array([[1, 4, 9], [1, -7, 2]], np.float32)
+    assert np.isnan(run({"x": values})["y"]).any()
     with debug("nan"), pytest.raises(FloatingPointError) as error:
-        run({"x": given})
+        run({"x": values})
     assert message(error).splitlines() == [
         "sqrt: root is nan at [1, 1]",
         f"  at {FILE}:{at} (forward)",
@@ -236,9 +241,9 @@ def test_nan_in_the_backward_pass_names_the_forward_line():
     run.session.set({"x": np.array([1, 0, 4])})
     with debug("nan"), pytest.raises(FloatingPointError) as error:
         run({})
-    first, where, *inputs = message(error).splitlines()
-    assert re.fullmatch(r"\w+: \S+ is (inf|nan) at \[1\]", first)
-    assert where == f"  at {FILE}:{at} (backward)"
+    summary, location, *inputs = message(error).splitlines()
+    assert re.fullmatch(r"\w+: \S+ is (inf|nan) at \[1\]", summary)
+    assert location == f"  at {FILE}:{at} (backward)"
     assert "    sqrt: f32[3] from 0 to 4" in inputs
 
 
@@ -264,11 +269,11 @@ def test_printing_flags(capsys):
     x = pt.input("x", (3,))
     with debug("graph,place,plan,time"):
         bind(Graph({"y": ops.neg(x)}))({"x": np.ones(3)})
-    shown = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for expected in (
         "graph of 1 calls", "input x: f32[3]", "neg: neg on cpu", "plan of 1 steps", "ms 100.0%  neg",
     ):  # fmt: skip
-        assert expected in shown
+        assert expected in printed
 
 
 def test_a_planted_wrong_kernel_is_caught_by_comparing(monkeypatch):
@@ -288,11 +293,11 @@ def test_a_planted_wrong_kernel_is_caught_by_comparing(monkeypatch):
 
 
 def test_comparing_finds_nothing_where_nothing_is_wrong():
-    plain, compared = (
+    plain_run, compared = (
         bind(steps(CONFIG, 1, 8, AdamW(), max_norm=1.0), values(CONFIG)) for _ in range(2)
     )
     fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
-    expected = plain(fed)
+    expected = plain_run(fed)
     with debug("compare,poison,nan"):
         assert same_bits(compared(fed), expected)
 
@@ -306,18 +311,18 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_explained(keep):
     fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
     run(fed)
     leaves = [x.label for x in run.placed.graph.leaves if x.kind in ("weight", "state")]
-    before = {name: run.session.get(name) for name in leaves}
-    bad = fed | {"weights": fed["weights"] * np.float32(np.inf)}
-    assert not np.isfinite(run(bad)["squares"])
-    assert same_bits({name: run.session.get(name) for name in leaves}, before)
-    said = run.diagnose(bad)
+    state_before = {name: run.session.get(name) for name in leaves}
+    infinite_batch = fed | {"weights": fed["weights"] * np.float32(np.inf)}
+    assert not np.isfinite(run(infinite_batch)["squares"])
+    assert same_bits({name: run.session.get(name) for name in leaves}, state_before)
+    said = run.diagnose(infinite_batch)
     assert re.match(
         r"linear_cross_entropy: loss is \w+ at \[\]\n  at transformer.py:\d+ \(forward\)", said
     )
     assert "weights: f32[1, 8] from inf to inf" in said
-    assert same_bits({name: run.session.get(name) for name in leaves}, before)
+    assert same_bits({name: run.session.get(name) for name in leaves}, state_before)
     assert run.diagnose(fed) is None
-    assert same_bits({name: run.session.get(name) for name in leaves}, before)
+    assert same_bits({name: run.session.get(name) for name in leaves}, state_before)
     assert np.isfinite(run(fed)["loss"])
 
 
@@ -327,16 +332,18 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_explained(keep):
 def test_watchers_see_what_the_pattern_names():
     run = bind(steps(CONFIG, 1, 8, AdamW(), max_norm=1.0), values(CONFIG))
     fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
-    seen: list[tuple[str, np.ndarray]] = []
+    watched: list[tuple[str, np.ndarray]] = []
     for pattern in ("blk.?.ffn_down", "d/blk.0.attn_q.weight", "loss"):
-        run.watch(pattern, lambda name, value: seen.append((name, value)))
-    out = run(fed)
-    names, given = zip(*seen, strict=True)
+        run.watch(pattern, lambda name, value: watched.append((name, value)))
+    output = run(fed)
+    names, watched_values = zip(*watched, strict=True)
     assert names == ("blk.0.ffn_down", "blk.1.ffn_down", "loss", "d/blk.0.attn_q.weight")
-    assert given[0].shape == (1, 8, CONFIG.embedding_length)
-    assert given[2] == out["loss"]
-    before = [value.copy() for value in given]
+    assert watched_values[0].shape == (1, 8, CONFIG.embedding_length)
+    assert watched_values[2] == output["loss"]
+    copies = [value.copy() for value in watched_values]
     run(fed)
-    assert len(seen) == 8
-    assert all(map(np.array_equal, given, before)), "a watcher's value is a copy"
-    assert not np.array_equal(seen[4][1], before[0]), "the second run saw the update of the first"
+    assert len(watched) == 8
+    assert all(map(np.array_equal, watched_values, copies)), "a watcher's value is a copy"
+    assert not np.array_equal(watched[4][1], copies[0]), (
+        "the second run saw the update of the first"
+    )

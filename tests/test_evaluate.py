@@ -47,8 +47,12 @@ def model(tmp_path: Path) -> Path:
 def with_values(model: Path, path: Path, **values: Value) -> Path:
     """The same model with other metadata of the tokenizer."""
     file = GGUF(model)
-    more = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
-    write(path, {**file.values, **more}, {name: file.array(name) for name in file.entries})
+    tokenizer_metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    write(
+        path,
+        {**file.values, **tokenizer_metadata},
+        {name: file.array(name) for name in file.entries},
+    )
     return path
 
 
@@ -63,9 +67,9 @@ def evaluated(capsys: pytest.CaptureFixture[str]) -> Read:
         capsys.readouterr()
         assert evaluate.run(Evaluate((model,), data, **more)) == 0  # type: ignore[arg-type]
         out, said = capsys.readouterr()
-        found = FOUND.match(out)
-        assert found, out
-        return float(found[1]), float(found[3]), out + said
+        match = FOUND.match(out)
+        assert match, out
+        return float(match[1]), float(match[3]), out + said
 
     return run
 
@@ -87,13 +91,13 @@ def by_hand(model: Path, text: str, context: int, add_bos: bool) -> np.ndarray:
     weights = {name: opened.weight(name) for name in opened.names}
     independent = Independent(opened.gguf.metadata, weights, context)
     ids = tokenizer.encode(text.removesuffix("\n"), bos=add_bos, eos=False, special=False)
-    found = []
+    losses = []
     for chunk in range(len(ids) // context):
         window = ids[chunk * context : (chunk + 1) * context]
         if add_bos:
             window[0] = tokenizer.bos
-        found.append(independent.losses(np.array(window))[context // 2 :])
-    return np.concatenate(found)
+        losses.append(independent.losses(np.array(window))[context // 2 :])
+    return np.concatenate(losses)
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
@@ -108,18 +112,21 @@ def test_a_text_is_measured_as_llama_perplexity_does(
     text = WORDS * 6 + "the <s> </s> end\n\n"
     (tmp_path / "t.txt").write_text(text)
     loss, perplexity, said = evaluated(model, tmp_path / "t.txt", ctx=context, batch_size=2)
-    want = by_hand(model, text, context, add_bos)
-    error = want.std() / math.sqrt(len(want) - 1)
-    assert abs(loss - want.mean()) < 1e-4
-    assert abs(perplexity / math.exp(want.mean()) - 1) < 1e-4
+    expected_losses = by_hand(model, text, context, add_bos)
+    error = expected_losses.std() / math.sqrt(len(expected_losses) - 1)
+    assert abs(loss - expected_losses.mean()) < 1e-4
+    assert abs(perplexity / math.exp(expected_losses.mean()) - 1) < 1e-4
     printed = FOUND.search(said)
-    assert printed and abs(float(printed[2]) - error) < 1e-3 and len(want) > 100
+    assert printed and abs(float(printed[2]) - error) < 1e-3 and len(expected_losses) > 100
     assert abs(float(printed[4]) / (perplexity * error) - 1) < 1e-2
-    windows = len(want) // (context - 1 - context // 2)
-    assert f"{windows} windows of {context} tokens" in said and f"({len(want):,} tokens)" in said
+    windows = len(expected_losses) // (context - 1 - context // 2)
+    assert (
+        f"{windows} windows of {context} tokens" in said
+        and f"({len(expected_losses):,} tokens)" in said
+    )
     assert ("each starting with BOS" in said) == add_bos
-    begun, ended = (said.index(f"{windows} windows {text}") for text in ("…", "in 0:"))
-    assert begun < ended
+    start_offset, end_offset = (said.index(f"{windows} windows {text}") for text in ("…", "in 0:"))
+    assert start_offset < end_offset
     assert abs(by_hand(model, text, context, not add_bos).mean() - loss) > 2e-3  # and it matters
 
 
@@ -131,9 +138,9 @@ def test_counted_losses_are_those_of_the_whole_window(tmp_path: Path) -> None:
     batch = Windows(ids, 1, 3, 13)[0]
     got = losses_of(model, 3, 12, skipped=6)(batch)["losses"]
     assert got.shape == (3, 6) and batch["weights"].sum() == 18
-    whole = {name: np.pad(batch[name], ((0, 0), (6, 0))) for name in ("targets", "weights")}
-    want = losses_of(model, 3, 12)({**batch, **whole})["losses"]
-    np.testing.assert_allclose(got, want[:, 6:], rtol=1e-6)
+    padded = {name: np.pad(batch[name], ((0, 0), (6, 0))) for name in ("targets", "weights")}
+    expected = losses_of(model, 3, 12)({**batch, **padded})["losses"]
+    np.testing.assert_allclose(got, expected[:, 6:], rtol=1e-6)
 
 
 def test_a_text_is_read_whole(tmp_path: Path, model: Path) -> None:
@@ -141,14 +148,16 @@ def test_a_text_is_read_whole(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "t.txt"
     for text in ("the cat\n", "\n\nthe </s>cat\r\n\n", "the cat\r\n"):
         path.write_bytes(text.encode())
-        want = tokenizer.encode(text.removesuffix("\n"), eos=False, special=False)
+        expected = tokenizer.encode(text.removesuffix("\n"), eos=False, special=False)
         got = read_whole(path, None, tokenizer)
-        assert got is not None and got.tolist() == want
+        assert got is not None and got.tolist() == expected
     path.write_text("the cat\n<|endoftext|>\nthe hat\n")
     assert read_whole(path, None, tokenizer) is None
-    whole = read_whole(path, "", tokenizer)
+    token_ids = read_whole(path, "", tokenizer)
     text = path.read_text().removesuffix("\n")
-    assert whole is not None and whole.tolist() == tokenizer.encode(text, eos=False, special=False)
+    assert token_ids is not None and token_ids.tolist() == tokenizer.encode(
+        text, eos=False, special=False
+    )
 
 
 def test_windows_cover_the_text_but_its_tail() -> None:
@@ -164,8 +173,8 @@ def test_windows_cover_the_text_but_its_tail() -> None:
 
 def test_any_batch_size_gives_the_same(tmp_path: Path, model: Path, evaluated: Read) -> None:
     (tmp_path / "t.txt").write_text(WORDS * 5)
-    found = [evaluated(model, tmp_path / "t.txt", batch_size=size)[:2] for size in (1, 4, None)]
-    assert found[0] == found[1] == found[2]
+    results = [evaluated(model, tmp_path / "t.txt", batch_size=size)[:2] for size in (1, 4, None)]
+    assert results[0] == results[1] == results[2]
 
 
 @needs_shared
@@ -178,34 +187,40 @@ def test_all_positions_count_each_document_from_its_beginning(
     assert "has several documents, each scored from its start; --separator '' reads" in said
 
     model = open_model(STORIES)
-    tokenizer, want = model.tokenizer(), list[float]()
+    tokenizer, expected_losses = model.tokenizer(), list[float]()
     weights = {name: model.weight(name) for name in model.names}
     independent = Independent(model.gguf.metadata, weights, 128)
     windows = 0
     stories = [story.strip("\n") for story in text.split("<|endoftext|>")]
     for story in stories:
         ids = tokenizer.encode(story, bos=True, eos=True, special=False)
-        for at in range(0, len(ids) - 1, 128):
-            window = [tokenizer.bos, *ids[at + 1 : at + 129]]
-            want += independent.losses(np.array(window)).tolist()
+        for start in range(0, len(ids) - 1, 128):
+            window = [tokenizer.bos, *ids[start + 1 : start + 129]]
+            expected_losses += independent.losses(np.array(window)).tolist()
             windows += 1
-    assert len(stories) > 5 and f"{len(want):,} of {len(want) + windows:,} tokens" in said
-    assert abs(loss - np.mean(want)) < 1e-4
-    one = stories[0]
-    (tmp_path / "one.txt").write_text(one, encoding="utf-8", newline="")
-    count = len(tokenizer.encode(one, bos=True, eos=True, special=False)) - 1
+    assert (
+        len(stories) > 5
+        and f"{len(expected_losses):,} of {len(expected_losses) + windows:,} tokens" in said
+    )
+    assert abs(loss - np.mean(expected_losses)) < 1e-4
+    story_text = stories[0]
+    (tmp_path / "one.txt").write_text(story_text, encoding="utf-8", newline="")
+    count = len(tokenizer.encode(story_text, bos=True, eos=True, special=False)) - 1
     said = evaluated(STORIES, tmp_path / "one.txt", all_positions=True)[2]
     assert f" {count:,} of {count + 1:,} tokens are scored" in said
 
 
 def test_short_texts_and_long_windows(tmp_path: Path, model: Path, evaluated: Read) -> None:
-    text, own = tmp_path / "t.txt", open_model(model).config.context_length
+    text, model_context = tmp_path / "t.txt", open_model(model).config.context_length
     text.write_text("a few words")
     said = evaluated(model, text, ctx=100_000)[2]
     assert "fewer than a window of 100,000; it is one window" in said
-    text.write_text(WORDS * own)
-    assert "own context" not in evaluated(model, text, ctx=own)[2]
-    assert f"more than the model's own context of {own:,}" in evaluated(model, text, ctx=own + 1)[2]
+    text.write_text(WORDS * model_context)
+    assert "own context" not in evaluated(model, text, ctx=model_context)[2]
+    assert (
+        f"more than the model's own context of {model_context:,}"
+        in evaluated(model, text, ctx=model_context + 1)[2]
+    )
     text.write_text("")
     with pytest.raises(InputError, match=r"t\.txt has 1 tokens; there must be 3 or more"):
         evaluated(model, text)
@@ -227,12 +242,12 @@ def test_what_cannot_be_measured(tmp_path: Path, model: Path) -> None:
 
 def test_it_can_be_stopped(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.txt").write_text(WORDS * 10)
-    whole = Windows.__getitem__
+    original_getitem = Windows.__getitem__
 
     def then_stop(windows: Windows, index: int) -> dict[str, np.ndarray]:
         if index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return whole(windows, index)
+        return original_getitem(windows, index)
 
     monkeypatch.setattr(Windows, "__getitem__", then_stop)
     with pytest.raises(Interrupted, match=r"stopped after 2 of \d+ batches"):
@@ -255,22 +270,22 @@ def test_conversations_lose_what_finetune_says(
     (tmp_path / "chats.jsonl").write_text(chats())
     base, data = str(tmp_path / "base.gguf"), ["--data", str(tmp_path / "chats.jsonl")]
     output = str(tmp_path / "tuned.gguf")
-    more = ["--iters", "3", "--lr", "0.01", "--batch-size", "2", "--val-batches", "0"]
-    more += ["--lora-rank", "4", "--val-split", "0.2", "--no-tensorboard"]
-    assert main(["finetune", base, *data, "-o", output, *more]) == 0
+    train_flags = ["--iters", "3", "--lr", "0.01", "--batch-size", "2", "--val-batches", "0"]
+    train_flags += ["--lora-rank", "4", "--val-split", "0.2", "--no-tensorboard"]
+    assert main(["finetune", base, *data, "-o", output, *train_flags]) == 0
     out, said = capsys.readouterr()
-    found = re.search(
+    match = re.search(
         r"base (\d+\.\d+), with the adapter (\d+\.\d+), merged (\d+\.\d+)", out + said
     )
-    assert found, said
+    assert match, said
     adapter = str(tmp_path / "tuned.run/adapter.gguf")
     split = ["--split", "valid", "--val-split", "0.2"]
-    given = [base, output, *data, *split, "--lora", adapter, "--compare"]
-    assert main(["eval", *given]) == 0
+    eval_args = [base, output, *data, *split, "--lora", adapter, "--compare"]
+    assert main(["eval", *eval_args]) == 0
     out, said = capsys.readouterr()
     table = lines(out)
     assert list(table)[:3] == [base, f"{base} + {adapter}", output]
-    for name, number in zip(table, found.groups(), strict=False):
+    for name, number in zip(table, match.groups(), strict=False):
         assert abs(table[name][0] - float(number)) < 2e-4
         assert abs(table[name][2] - math.exp(table[name][0])) < 1e-3 * table[name][2]
     assert abs(table[output][4] - (table[output][0] - table[base][0])) < 2e-4
@@ -282,24 +297,29 @@ def test_conversations_lose_what_finetune_says(
 def test_adapters_add_up_unless_they_are_compared(tmp_path: Path, capsys, evaluated: Read) -> None:
     random_model(tmp_path / "base.gguf", "llama")
     base = tmp_path / "base.gguf"
-    one, other = (
+    first_lora, second_lora = (
         str(random_adapter(tmp_path / f"{i}.gguf", open_model(base), seed=i)) for i in (0, 1)
     )
     (tmp_path / "t.txt").write_text(WORDS * 6)
-    alone = [evaluated(base, tmp_path / "t.txt", lora=lora)[0] for lora in ((), (one,), (other,))]
-    both = evaluated(base, tmp_path / "t.txt", lora=(one, other))[0]
-    assert len({*alone, both}) == 4
-    evaluate.run(Evaluate((base,), tmp_path / "t.txt", lora=(one, other), compare=True))
+    single_losses = [
+        evaluated(base, tmp_path / "t.txt", lora=lora)[0]
+        for lora in ((), (first_lora,), (second_lora,))
+    ]
+    both = evaluated(base, tmp_path / "t.txt", lora=(first_lora, second_lora))[0]
+    assert len({*single_losses, both}) == 4
+    evaluate.run(
+        Evaluate((base,), tmp_path / "t.txt", lora=(first_lora, second_lora), compare=True)
+    )
     table = lines(capsys.readouterr().out)
-    assert [numbers[0] for numbers in list(table.values())[:3]] == alone
+    assert [numbers[0] for numbers in list(table.values())[:3]] == single_losses
     with pytest.raises(InputError, match="--compare: there is no adapter to compare"):
         evaluate.run(Evaluate((base,), tmp_path / "t.txt", compare=True))
 
 
 def test_other_vocabularies_do_not_compare(tmp_path: Path, model: Path, capsys) -> None:
-    other = with_values(model, tmp_path / "o.gguf", add_space_prefix=Value("bool", False))
+    other_model = with_values(model, tmp_path / "o.gguf", add_space_prefix=Value("bool", False))
     (tmp_path / "t.txt").write_text(WORDS * 6)
-    evaluate.run(Evaluate((model, other), tmp_path / "t.txt"))
+    evaluate.run(Evaluate((model, other_model), tmp_path / "t.txt"))
     out = capsys.readouterr().out
     assert "losses and perplexities cannot be compared" in out and "difference" not in out
 
@@ -338,11 +358,14 @@ def test_the_test_file_of_a_folder_is_measured(
     folder.mkdir()
     for name, word in (("train", "the"), ("valid", "a"), ("test", "cat")):
         (folder / f"{name}.jsonl").write_text(json.dumps({"text": f"the {word}"}))
-    found = {
+    split_results = {
         split: evaluated(model, folder, split=split) for split in (None, "test", "valid", "train")
     }
-    assert found[None][0] == found["test"][0] and "data/test.jsonl:" in found[None][2]
-    assert len({found[split][0] for split in ("test", "valid", "train")}) == 3
+    assert (
+        split_results[None][0] == split_results["test"][0]
+        and "data/test.jsonl:" in split_results[None][2]
+    )
+    assert len({split_results[split][0] for split in ("test", "valid", "train")}) == 3
 
 
 # ---- how it is said

@@ -21,17 +21,17 @@ def block(used: int, norm: bool) -> pt.Graph:
     leaves = [pt.input(name, shape) for name, shape in SHAPES.items()]
     y = ops.experts(*leaves, used=used, norm=norm)
     loss = ops.sum(ops.sqr(y))
-    made = pt.differentiate(loss, leaves)
-    return pt.Graph({"y": y, "loss": loss} | {f"d/{t.label}": g for t, g in made.items()})
+    grads = pt.differentiate(loss, leaves)
+    return pt.Graph({"y": y, "loss": loss} | {f"d/{t.label}": g for t, g in grads.items()})
 
 
 def given(seed: int = 0) -> dict[str, np.ndarray]:
     """Values in which expert 2 is chosen by nobody."""
     rng = np.random.default_rng(seed)
-    made = {name: rng.standard_normal(shape) * 0.3 for name, shape in SHAPES.items()}
-    made["x"][..., 0] = 3
-    made["gate_inp"][2, 0] = -9
-    return made
+    values = {name: rng.standard_normal(shape) * 0.3 for name, shape in SHAPES.items()}
+    values["x"][..., 0] = 3
+    values["gate_inp"][2, 0] = -9
+    return values
 
 
 def one_by_one(values: dict[str, np.ndarray], used: int, norm: bool) -> np.ndarray:
@@ -68,8 +68,8 @@ def in_torch(values: dict[str, np.ndarray], used: int, norm: bool) -> dict[str, 
     y = torch.stack(rows).reshape(SHAPES["x"])
     loss = y.square().sum()
     loss.backward()
-    made = {"y": y, "loss": loss} | {f"d/{name}": leaf.grad for name, leaf in t.items()}
-    return {name: value.detach().numpy() for name, value in made.items()}
+    outputs = {"y": y, "loss": loss} | {f"d/{name}": leaf.grad for name, leaf in t.items()}
+    return {name: value.detach().numpy() for name, value in outputs.items()}
 
 
 each_routing = pytest.mark.parametrize(
@@ -81,10 +81,10 @@ each_routing = pytest.mark.parametrize(
 @each_routing
 def test_a_mixture_and_its_gradients_equal_pytorch(used: int, norm: bool) -> None:
     values, graph = given(), block(used, norm)
-    want = in_torch(values, used, norm)
-    checks.all_close(pt.interpret(graph, values), want, "float64", 1e-9)
+    expected = in_torch(values, used, norm)
+    checks.all_close(pt.interpret(graph, values), expected, "float64", 1e-9)
     small = {name: value.astype(np.float32) for name, value in values.items()}
-    checks.all_close(checks.run(graph, small), want, "float32", 1e-4)
+    checks.all_close(checks.run(graph, small), expected, "float32", 1e-4)
 
 
 def test_an_expert_that_nobody_chose_has_gradient_zero() -> None:
@@ -99,24 +99,26 @@ def test_an_expert_that_nobody_chose_has_gradient_zero() -> None:
 def test_a_mixture_is_that_of_its_tokens_and_experts(used: int, norm: bool) -> None:
     """And its gradients in f32 are those of the specification, which are its slope; without PyTorch, too."""
     values, graph = given(), block(used, norm)
-    made = pt.interpret(graph, values)
-    checks.all_close({"y": made["y"]}, {"y": one_by_one(values, used, norm)}, "float64", 1e-9)
+    reference = pt.interpret(graph, values)
+    checks.all_close({"y": reference["y"]}, {"y": one_by_one(values, used, norm)}, "float64", 1e-9)
     rng = np.random.default_rng(1)
-    way = {name: rng.standard_normal(value.shape) * 1e-2 for name, value in values.items()}
-    measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), values, way)
-    checks.is_slope(measured, {n: made[f"d/{n}"] * step for n, step in way.items()}, "mixture")
+    direction = {name: rng.standard_normal(value.shape) * 1e-2 for name, value in values.items()}
+    measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), values, direction)
+    checks.is_slope(
+        measured, {n: reference[f"d/{n}"] * step for n, step in direction.items()}, "mixture"
+    )
     small = {name: value.astype(np.float32) for name, value in values.items()}
-    checks.all_close(checks.run(graph, small), made, "float32", 1e-4)
+    checks.all_close(checks.run(graph, small), reference, "float32", 1e-4)
 
 
 def test_threads_change_no_bit() -> None:
     values = {name: value.astype(np.float32) for name, value in given().items()}
-    several = checks.run(block(2, True), values)
+    parallel = checks.run(block(2, True), values)
     count = kernels.threads()
     kernels.set_threads(1)
-    one = checks.run(block(2, True), values)
+    serial = checks.run(block(2, True), values)
     kernels.set_threads(count)
-    checks.same_bits(one, several, "threads")
+    checks.same_bits(serial, parallel, "threads")
 
 
 @pytest.mark.parametrize("dtype", [pt.dtypes.DTYPES["q8_0"], pt.f16], ids=str)
@@ -129,11 +131,11 @@ def test_packed_experts_compute_what_their_values_do(dtype: pt.dtypes.Dtype) -> 
     values = {
         name: rng.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()
     }
-    given = {"x": rng.standard_normal((T, 64)), "gate_inp": rng.standard_normal((E, 64))}
-    given = {name: value.astype(np.float32) for name, value in given.items()}
-    made = []
+    inputs = {"x": rng.standard_normal((T, 64)), "gate_inp": rng.standard_normal((E, 64))}
+    inputs = {name: value.astype(np.float32) for name, value in inputs.items()}
+    results = []
     for packed in (True, False):
-        x, router = (pt.input(name, value.shape) for name, value in given.items())
+        x, router = (pt.input(name, value.shape) for name, value in inputs.items())
         stored = [quantized_arrays.quantize(value, dtype) for value in values.values()]
         matrices = [
             pt.constant("w", s, dtype)
@@ -144,16 +146,16 @@ def test_packed_experts_compute_what_their_values_do(dtype: pt.dtypes.Dtype) -> 
         loss = ops.sum(ops.sqr(ops.experts(x, router, *matrices, used=2)))
         slopes = pt.differentiate(loss, [x, router])
         outputs = {"loss": loss} | {f"d/{t.label}": d for t, d in slopes.items()}
-        made.append(checks.run(pt.Graph(outputs), given))
-    checks.all_close(*made, f"{dtype} against f32", 2e-5)
+        results.append(checks.run(pt.Graph(outputs), inputs))
+    checks.all_close(*results, f"{dtype} against f32", 2e-5)
 
 
 def test_equal_logits_go_to_the_lower_experts() -> None:
     x = np.zeros((3, 5), np.float32)
     x[1, 2:] = 1
     graph = pt.Graph({"ids": ops.top_k(pt.input("x", x.shape), k=2)})
-    want = [[0, 1], [2, 3], [0, 1]]
-    np.testing.assert_array_equal(checks.run(graph, {"x": x})["ids"], want)
+    expected = [[0, 1], [2, 3], [0, 1]]
+    np.testing.assert_array_equal(checks.run(graph, {"x": x})["ids"], expected)
 
 
 def test_not_a_number_routes_somewhere_and_shows_in_the_result() -> None:
@@ -171,7 +173,7 @@ def test_what_cannot_be_routed_is_refused() -> None:
     y = ops.matmul_id(pt.input("x", (2, 3)), pt.input("w", (2, 4, 3)), descending)
     with pytest.raises(IndexError, match="matmul_id: ids must ascend"):
         checks.run(pt.Graph([y]), {"x": np.ones((2, 3)), "w": np.ones((2, 4, 3))})
-    beyond = pt.constant("ids", np.array([0, 2]), pt.i32)
-    y = ops.matmul_id(pt.input("x", (2, 3)), pt.input("w", (2, 4, 3)), beyond)
+    out_of_range = pt.constant("ids", np.array([0, 2]), pt.i32)
+    y = ops.matmul_id(pt.input("x", (2, 3)), pt.input("w", (2, 4, 3)), out_of_range)
     with pytest.raises(IndexError, match="matmul_id: index 2 at position 1 is outside 0 to 1"):
         checks.run(pt.Graph([y]), {"x": np.ones((2, 3)), "w": np.ones((2, 4, 3))})

@@ -45,10 +45,12 @@ def test_packages_declare_what_they_export():
 def test_what_is_declared_exists_once_and_in_order(module: ModuleType):
     declared = list(module.__all__)
     missing = [name for name in declared if not hasattr(module, name)]
-    twice = [name for name in set(declared) if declared.count(name) > 1]
-    assert (missing, twice) == ([], [])
-    own = declared[: -len(ops.__all__)] if module is packtrain else declared
-    assert own == sorted(own, key=lambda name: (not name.isupper(), name))  # as ruff sorts
+    duplicates = [name for name in set(declared) if declared.count(name) > 1]
+    assert (missing, duplicates) == ([], [])
+    own_names = declared[: -len(ops.__all__)] if module is packtrain else declared
+    assert own_names == sorted(
+        own_names, key=lambda name: (not name.isupper(), name)
+    )  # as ruff sorts
 
 
 def test_what_is_loaded_on_first_use_is_what_type_checkers_see():
@@ -60,8 +62,8 @@ def test_what_is_loaded_on_first_use_is_what_type_checkers_see():
     )
     assert list(packtrain.__all__) == [*ast.literal_eval(listed), *ops.__all__]
     for name in ast.literal_eval(listed):
-        found = getattr(packtrain, name)
-        assert isinstance(found, ModuleType) == (name in ("backends", "dtypes", "ops")), name
+        attribute = getattr(packtrain, name)
+        assert isinstance(attribute, ModuleType) == (name in ("backends", "dtypes", "ops")), name
 
 
 def test_an_unknown_name_is_an_error():
@@ -70,22 +72,22 @@ def test_an_unknown_name_is_an_error():
 
 
 def test_every_op_is_exported_under_its_name():
-    own = {
+    defined_ops = {
         name: op
         for name, op in OPS.items()
         if op.rule.__module__.startswith("packtrain.engine.ops.")
     }
-    assert {name: getattr(ops, name, None) for name in own} == own
-    assert set(own) <= set(ops.__all__) <= set(packtrain.__all__)
-    homes = {op.rule.__module__ for name, op in OPS.items() if name not in own}
+    assert {name: getattr(ops, name, None) for name in defined_ops} == defined_ops
+    assert set(defined_ops) <= set(ops.__all__) <= set(packtrain.__all__)
+    homes = {op.rule.__module__ for name, op in OPS.items() if name not in defined_ops}
     assert {home.rpartition(".")[0] for home in homes} == {
         "packtrain.engine.optim"
     }  # with their optimizers
 
 
 def test_ops_export_nothing_but_ops_and_compositions_of_them():
-    others = [name for name in ops.__all__ if not isinstance(getattr(ops, name), Op)]
-    homes = {name: getattr(ops, name).__module__ for name in others}
+    non_ops = [name for name in ops.__all__ if not isinstance(getattr(ops, name), Op)]
+    homes = {name: getattr(ops, name).__module__ for name in non_ops}
     assert all(home.startswith("packtrain.engine.ops.") for home in homes.values()), homes
 
 

@@ -54,7 +54,9 @@ CASES = [
 def test_what_needs_an_extra_says_which(
     model: Path, arguments: tuple[str, ...], absent: tuple[str, ...], words: str, extra: str
 ) -> None:
-    done = run(COMMAND, *(one.replace("{}", str(model)) for one in arguments), absent=absent)
+    done = run(
+        COMMAND, *(argument.replace("{}", str(model)) for argument in arguments), absent=absent
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     said = done.stderr.splitlines()[-1]
     assert words in said and said.endswith(f"extra {extra})"), said

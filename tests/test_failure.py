@@ -57,8 +57,10 @@ def test_a_bad_step_changes_nothing_and_is_named():
     session, run, hyper = step_of_one_weight()
     bad = hyper | {"x": np.array([1.0, -1.0, 1.0])}
     run(bad)
-    what = run.diagnose(bad)
-    assert what is not None and what.startswith("log: log is nan at [1]\n  at test_failure.py:")
+    diagnosis = run.diagnose(bad)
+    assert diagnosis is not None and diagnosis.startswith(
+        "log: log is nan at [1]\n  at test_failure.py:"
+    )
     for name in ("w", "m/w", "v/w"):
         assert (session.get(name) == (name == "w")).all()
 
@@ -90,8 +92,8 @@ load = cli._module
 cli._module = lambda name: os.kill(os.getpid(), signal.SIGINT) or load(name)
 sys.argv[1:] = ["inspect", "none.gguf"]
 sys.exit(packtrain_command.main())"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 2 and "no such file or directory" in ended.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 2 and "no such file or directory" in process.stderr
 
 
 def test_ctrl_c_during_imports_leaves_quietly(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_ctrl_c_during_imports_leaves_quietly(tmp_path: Path) -> None:
     slow = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import nowhere"
     (tmp_path / "packtrain/cli/main.py").write_text(slow)  # in the place of what takes a second
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import packtrain_command as p; p.main()"
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
-    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+    assert (process.returncode, process.stderr) == (-signal.SIGINT, "")

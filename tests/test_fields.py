@@ -51,8 +51,8 @@ def pairs(path: Path, columns: str | None = None) -> tuple[list[tuple[str, ...]]
 def test_common_names_are_guessed_and_said(
     tmp_path: Path, header: str, row: str, contents: tuple[str, ...], said: str | None
 ):
-    found, notes = pairs(one(tmp_path, f"{header}\n{row}\n{row}x", "a.csv"))
-    assert found[0] == contents
+    records, notes = pairs(one(tmp_path, f"{header}\n{row}\n{row}x", "a.csv"))
+    assert records[0] == contents
     assert notes[1:] == ([] if said is None else [f"a.csv: columns: {said}"])
 
 
@@ -62,8 +62,8 @@ def test_fields_of_json_lines_are_guessed(tmp_path: Path):
         {"Instruction": "do", "response": "so"},
         {"instruction": "do", "response": "so", "context": "c"},
     ]
-    found, notes = pairs(one(tmp_path, records))
-    assert found == [("do", "so"), ("do\nc", "so")]
+    examples, notes = pairs(one(tmp_path, records))
+    assert examples == [("do", "so"), ("do\nc", "so")]
     assert notes[1] == "data.jsonl: columns: Instruction → prompt, response → completion"
     answers = {"question": "why", "context": "c", "chosen": "so", "rejected": "no"}
     (tmp_path / "pairs").mkdir()
@@ -92,14 +92,14 @@ def test_columns_by_name(tmp_path: Path, text: str, contents: tuple[str, ...], n
     data = one(tmp_path, "Thema,Die Frage,Antwort\nt,why,so", "a.csv")
     assert pairs(data, text)[0] == [contents]
     assert pairs(data, text)[1][1] == f"a.csv: columns: {notes}"
-    line = {"Thema": "t", "Die Frage": "why", "Antwort": "so"}
-    assert pairs(one(tmp_path, [line]), text)[0] == [contents]
+    record = {"Thema": "t", "Die Frage": "why", "Antwort": "so"}
+    assert pairs(one(tmp_path, [record]), text)[0] == [contents]
 
 
 def test_a_column_in_the_way_of_a_given_one_is_not_used(tmp_path: Path):
     data = one(tmp_path, "prompt,ask,context,answer\nold,why,c,so", "a.csv")
-    found, notes = pairs(data, "ask=prompt")
-    assert found == [("why", "so")]
+    records, notes = pairs(data, "ask=prompt")
+    assert records == [("why", "so")]
     assert notes[0] == "a.csv: 1 record of prompt/completion; not used: context, prompt"
 
 
@@ -205,19 +205,23 @@ def workbook(path: Path, **sheets: list[list[Any]]) -> Path:
     office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
     package = "http://schemas.openxmlformats.org/package/2006/relationships"
     main_name = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
-    names = "".join(
+    sheet_tags = "".join(
         f'<sheet name="{n}" sheetId="{i}" r:id="r{i}"/>' for i, n in enumerate(sheets, 1)
     )
     links = "".join(
         f'<Relationship Id="r{i}" Type="{office}/worksheet" Target="worksheets/sheet{i}.xml"/>'
         for i in range(1, len(sheets) + 1)
     )
-    first = f'<Relationship Id="r1" Type="{office}/officeDocument" Target="xl/workbook.xml"/>'
+    relationship = (
+        f'<Relationship Id="r1" Type="{office}/officeDocument" Target="xl/workbook.xml"/>'
+    )
     with zipfile.ZipFile(path, "w") as file:
-        file.writestr("_rels/.rels", f'<Relationships xmlns="{package}">{first}</Relationships>')
+        file.writestr(
+            "_rels/.rels", f'<Relationships xmlns="{package}">{relationship}</Relationships>'
+        )
         file.writestr(
             "xl/workbook.xml",
-            f'<workbook xmlns="{main_name}" xmlns:r="{office}"><sheets>{names}</sheets></workbook>',
+            f'<workbook xmlns="{main_name}" xmlns:r="{office}"><sheets>{sheet_tags}</sheets></workbook>',
         )
         file.writestr(
             "xl/_rels/workbook.xml.rels",

@@ -49,10 +49,10 @@ def test_who_may_read_a_file_stays_the_same(tmp_path: Path, mode: int) -> None:
 def test_errors_of_writing_name_the_file(tmp_path: Path, count: int) -> None:
     path = tmp_path / "m.gguf"
     path.write_text("old")
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", FULL, str(path), str(count)], capture_output=True, text=True
     )
-    assert ended.stdout == f"{path}\n", ended.stderr
+    assert completed.stdout == f"{path}\n", completed.stderr
     assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
 
 

@@ -38,25 +38,25 @@ FEW = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("finetune")
-    (made / "chats.jsonl").write_text(chats())
-    random_model(made / "f32.gguf", "llama tied")
+    root = tmp_path_factory.mktemp("finetune")
+    (root / "chats.jsonl").write_text(chats())
+    random_model(root / "f32.gguf", "llama tied")
     for dtype, mix in (("q8_0", "Q8_0"), ("q4_K", "Q4_K_M")):
-        assert main(["quantize", str(made / "f32.gguf"), str(made / f"{dtype}.gguf"), mix]) == 0
-    return made
+        assert main(["quantize", str(root / "f32.gguf"), str(root / f"{dtype}.gguf"), mix]) == 0
+    return root
 
 
 def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
     data = str(folder / "chats.jsonl")
-    given = [str(folder / f"{base}.gguf"), "--data", data, "-o", str(output), *FEW]
+    args = [str(folder / f"{base}.gguf"), "--data", data, "-o", str(output), *FEW]
     rank = [] if "--full" in more else ["--lora-rank", "4", "--lora-alpha", "32"]
-    return main(["finetune", *given, *rank, *more])
+    return main(["finetune", *args, *rank, *more])
 
 
 @pytest.mark.parametrize("iters, ends", [(1, False), (60, True)])
 def test_a_model_that_would_not_end_its_answers_is_reported(folder, tmp_path, capsys, iters, ends):
-    more = ["--iters", str(iters), "--merge", "none", "--ctx", "128", "--replay", "0"]
-    code = tuned(folder, "f32", tmp_path / "a.gguf", *more)
+    flags = ["--iters", str(iters), "--merge", "none", "--ctx", "128", "--replay", "0"]
+    code = tuned(folder, "f32", tmp_path / "a.gguf", *flags)
     text = "\n".join(said(capsys))
     line = "of 4 validation answers the model would end"
     assert code == 0 and text.count(line) == (not ends)
@@ -67,8 +67,8 @@ def test_a_model_that_would_not_end_its_answers_is_reported(folder, tmp_path, ca
 
 def test_ends_of_turns_are_not_counted_where_prompts_are_learned(folder, tmp_path, capsys):
     """They end turns of users, too, which no model can foresee."""
-    more = ["--iters", "1", "--merge", "none", "--ctx", "128", "--no-mask-prompt"]
-    assert tuned(folder, "f32", tmp_path / "a.gguf", *more) == 0
+    flags = ["--iters", "1", "--merge", "none", "--ctx", "128", "--no-mask-prompt"]
+    assert tuned(folder, "f32", tmp_path / "a.gguf", *flags) == 0
     assert "the model would end" not in "\n".join(said(capsys))
 
 
@@ -76,8 +76,8 @@ def test_ends_of_turns_are_not_counted_where_prompts_are_learned(folder, tmp_pat
 def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
     output, base = tmp_path / "tuned.gguf", folder / f"{dtype}.gguf"
     before = base.read_bytes()
-    more = ["--adapter", str(tmp_path / "a.gguf"), "--steps-per-eval", "6"]
-    code = tuned(folder, dtype, output, "--iters", "12", "--lora-modules", "attn", *more)
+    flags = ["--adapter", str(tmp_path / "a.gguf"), "--steps-per-eval", "6"]
+    code = tuned(folder, dtype, output, "--iters", "12", "--lora-modules", "attn", *flags)
     text = "\n".join(said(capsys))
     assert code == 0, text
     assert text.index("checking that every") < text.index("step 1/") < text.index("merging the ad")
@@ -98,11 +98,11 @@ def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
     assert len(adapter.pairs) == 8 and all(".attn_" in name for name in adapter.pairs)
     for name, entry in old.entries.items():
         assert new.entries[name].dtype == entry.dtype
-        same = new.array(name).tobytes() == old.array(name).tobytes()
-        assert same == (name not in adapter.pairs), name
+        is_unchanged = new.array(name).tobytes() == old.array(name).tobytes()
+        assert is_unchanged == (name not in adapter.pairs), name
     changed = {"general.name", "general.base_model.count", "general.base_model.0.name"}
-    kept = new.values.keys() - changed - {"tokenizer.chat_template"}
-    assert all(str(new.metadata[key]) == str(old.metadata[key]) for key in kept)
+    kept_keys = new.values.keys() - changed - {"tokenizer.chat_template"}
+    assert all(str(new.metadata[key]) == str(old.metadata[key]) for key in kept_keys)
     assert "FROM ../tuned.gguf" in (tmp_path / "tuned.run/Modelfile").read_text()
     for part in ("llama-cli -m", "--lora", "ollama create", "mapped from its file"):
         assert part in text
@@ -112,8 +112,8 @@ def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
 @pytest.mark.parametrize("flags", [[], ["--no-mask-prompt"]])
 def test_what_learnt_from_text_is_for_generate(folder, tmp_path, capsys, flags):
     (tmp_path / "notes.txt").write_text("the cat sat on the mat. " * 200)
-    given = [str(folder / "q8_0.gguf"), "--data", str(tmp_path / "notes.txt"), *FEW, *flags]
-    assert main(["finetune", *given, "-o", str(tmp_path / "t.gguf"), "--iters", "1"]) == 0
+    args = [str(folder / "q8_0.gguf"), "--data", str(tmp_path / "notes.txt"), *FEW, *flags]
+    assert main(["finetune", *args, "-o", str(tmp_path / "t.gguf"), "--iters", "1"]) == 0
     text = "\n".join(said(capsys))
     assert "packtrain generate" in text and "-no-cnv" in text and "packtrain chat" not in text
 
@@ -121,21 +121,21 @@ def test_what_learnt_from_text_is_for_generate(folder, tmp_path, capsys, flags):
 def one_expert_shunned(path: Path, shunned: int) -> None:
     """A model of four experts, and one that no token reaches: all embeddings have in common what its router avoids."""
     random_model(path, "llama experts")
-    made = GGUF(path)
-    values = {name: np.array(made.array(name)) for name in made.entries}
+    model = GGUF(path)
+    values = {name: np.array(model.array(name)) for name in model.entries}
     values["token_embd.weight"][:, 0] = 2
     for name in (name for name in values if "ffn_gate_inp" in name):
         values[name][:, 0] = 0
         values[name][shunned, 0] = -50
-    write(path, made.values, values)
+    write(path, model.values, values)
 
 
 def test_experts_are_tuned_and_those_without_tokens_are_said(tmp_path, folder, capsys):
     one_expert_shunned(tmp_path / "experts.gguf", 2)
     data = str(folder / "chats.jsonl")
-    given = [str(tmp_path / "experts.gguf"), "--data", data, "-o", str(tmp_path / "m.gguf"), *FEW]
-    more = ["--lora-modules", "mlp", "--lora-dropout", "0.1"]
-    assert main(["finetune", *given, "--iters", "2", *more]) == 0, said(capsys)
+    args = [str(tmp_path / "experts.gguf"), "--data", data, "-o", str(tmp_path / "m.gguf"), *FEW]
+    lora_flags = ["--lora-modules", "mlp", "--lora-dropout", "0.1"]
+    assert main(["finetune", *args, "--iters", "2", *lora_flags]) == 0, said(capsys)
     line = r"(\S+): no token of the first step reaches experts (.*)"
     unreached = {name: ids.split(", ") for name, ids in re.findall(line, "\n".join(said(capsys)))}
     assert len(unreached) == 12 and all("2" in ids for ids in unreached.values())
@@ -152,8 +152,8 @@ def test_experts_are_tuned_and_those_without_tokens_are_said(tmp_path, folder, c
 
 def test_full_tuning_changes_what_is_not_frozen(folder, tmp_path):
     output = tmp_path / "full.gguf"
-    more = ["--full", "--freeze", "token_embd*", "--freeze", "blk.0.*", "--iters", "3"]
-    assert tuned(folder, "q8_0", output, *more) == 0
+    flags = ["--full", "--freeze", "token_embd*", "--freeze", "blk.0.*", "--iters", "3"]
+    assert tuned(folder, "q8_0", output, *flags) == 0
     old, new = GGUF(folder / "q8_0.gguf"), GGUF(output)
     for name in old.entries:
         frozen = name.startswith(("token_embd", "blk.0."))
@@ -167,24 +167,26 @@ LORA, MASTERS = ["--lora-dropout", "0.2"], ["--full", "--masters", "bf16"]
 @pytest.mark.parametrize("how", [LORA, MASTERS], ids=["lora", "masters"])
 def test_resume_is_bit_for_bit(folder, tmp_path, capsys, how):
     a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    more = ["--iters", "9", "--save-every", "2", *how]
-    assert tuned(folder, "q8_0", a, *more) == 0
+    flags = ["--iters", "9", "--save-every", "2", *how]
+    assert tuned(folder, "q8_0", a, *flags) == 0
     with signal_after(5):
-        assert tuned(folder, "q8_0", b, *more) == 130
+        assert tuned(folder, "q8_0", b, *flags) == 130
     assert "packtrain finetune -o" in "\n".join(said(capsys))
     assert main(["finetune", "-o", str(b), "--resume", "--no-tensorboard"]) == 0
     assert weights(a) == weights(b)
     for name in ("checkpoint.gguf", *(["adapter.gguf"] if how is LORA else [])):
         assert weights(tmp_path / "a.run" / name) == weights(tmp_path / "b.run" / name)
-    one, other = (without_times(tmp_path / f"{x}.run/metrics.jsonl") for x in "ab")
-    assert one == other
+    metrics_a, metrics_b = (without_times(tmp_path / f"{x}.run/metrics.jsonl") for x in "ab")
+    assert metrics_a == metrics_b
 
 
 def test_masters_are_as_planned_and_as_kept(folder, tmp_path, capsys):
     """bf16 of two bytes in the plan, in the checkpoint, and in what validation chose to keep; vectors are f32."""
     for masters in ("f32", "bf16"):
-        more = ["--full", "--iters", "2", "--patience", "5", "--steps-per-eval", "1"]
-        assert tuned(folder, "q8_0", tmp_path / f"{masters}.gguf", *more, "--masters", masters) == 0
+        flags = ["--full", "--iters", "2", "--patience", "5", "--steps-per-eval", "1"]
+        assert (
+            tuned(folder, "q8_0", tmp_path / f"{masters}.gguf", *flags, "--masters", masters) == 0
+        )
     plans = [json.loads((tmp_path / f"{m}.run/plan.json").read_text()) for m in ("f32", "bf16")]
     base = GGUF(folder / "q8_0.gguf").entries
     sizes = {name: math.prod(e.shape) for name, e in base.items()}
@@ -195,9 +197,9 @@ def test_masters_are_as_planned_and_as_kept(folder, tmp_path, capsys):
     rest = sum(sizes.values()) - packed
     assert f"{packed:,} parameters in bf16, {rest:,} in f32" in "\n".join(said(capsys))
     for name in ("checkpoint.gguf", "best.gguf"):
-        kept = GGUF(tmp_path / "bf16.run" / name).entries
+        entries = GGUF(tmp_path / "bf16.run" / name).entries
         for tensor, e in base.items():
-            assert str(kept[tensor].dtype) == ("bf16" if len(e.shape) > 1 else "f32")
+            assert str(entries[tensor].dtype) == ("bf16" if len(e.shape) > 1 else "f32")
     assert "m/token_embd.weight" in GGUF(tmp_path / "bf16.run/checkpoint.gguf").entries
     written = GGUF(tmp_path / "bf16.gguf").entries
     assert {name: e.dtype for name, e in written.items()} == {n: e.dtype for n, e in base.items()}
@@ -223,12 +225,12 @@ def test_killed_runs_resume_bit_for_bit_and_keep_what_was_there(tmp_path):
 def test_micro_batches_are_as_good_as_one_batch(folder, tmp_path):
     at_once, in_parts = tmp_path / "a.gguf", tmp_path / "b.gguf"
     assert tuned(folder, "q8_0", at_once, "--iters", "3", "--batch-size", "4") == 0
-    more = ["--iters", "3", "--batch-size", "1", "--grad-accumulation-steps", "4"]
-    assert tuned(folder, "q8_0", in_parts, *more) == 0
+    flags = ["--iters", "3", "--batch-size", "1", "--grad-accumulation-steps", "4"]
+    assert tuned(folder, "q8_0", in_parts, *flags) == 0
     first, second = (read_adapter(tmp_path / f"{x}.run/adapter.gguf").pairs for x in "ab")
     for name, pair in first.items():
-        for one, other in zip(pair, second[name], strict=True):
-            close(one, other, name, 1e-3)
+        for expected, actual in zip(pair, second[name], strict=True):
+            close(expected, actual, name, 1e-3)
 
 
 # ---- the probe -----------------------------------------------------------------------------------------------
@@ -268,10 +270,10 @@ SHORT = ("--lr", "3e-4", "--iters", "4")
 def test_a_merge_with_data_keeps_what_a_plain_one_loses(folder, tmp_path, capsys):
     output = tmp_path / "a.gguf"
     assert tuned(folder, "q4_K", output, *SHORT, "--merge", "plain", "--replay", "0") == 0
-    plain = "\n".join(said(capsys))
-    assert int(KEPT.findall(plain)[0]) < 80
-    again = plain.partition("merge again with: packtrain ")[2].splitlines()[0]
-    assert main(shlex.split(again)) == 0
+    plain_log = "\n".join(said(capsys))
+    assert int(KEPT.findall(plain_log)[0]) < 80
+    merge_command = plain_log.partition("merge again with: packtrain ")[2].splitlines()[0]
+    assert main(shlex.split(merge_command)) == 0
     text = "\n".join(said(capsys))
     assert int(KEPT.findall(text)[0]) >= 95 and "warning" not in text
 
@@ -286,18 +288,18 @@ def test_losses_that_were_measured_are_not_measured_again(folder, tmp_path, caps
     )
     output = tmp_path / "a.gguf"
     assert tuned(folder, "q8_0", output, "--iters", "3") == 0
-    first = [line for line in said(capsys) if line.startswith("validation loss")]
+    first_lines = [line for line in said(capsys) if line.startswith("validation loss")]
     assert measured == ["the result"]
     assert tuned(folder, "q8_0", output, "--iters", "3", "--resume") == 0
     assert measured == ["the result"] * 2
-    again = [line for line in said(capsys) if line.startswith("validation loss")]
-    assert again == first[-1:]
+    resumed_lines = [line for line in said(capsys) if line.startswith("validation loss")]
+    assert resumed_lines == first_lines[-1:]
     with (
         monkeypatch.context() as patch
     ):  # of a run that other batches validated nothing can be taken over
         patch.setattr(merge_after_training, "ENOUGH", 0.0)
-        few = ["--iters", "3", "--resume", "--val-batches", "1"]
-        assert tuned(folder, "q8_0", output, *few) == 0
+        flags = ["--iters", "3", "--resume", "--val-batches", "1"]
+        assert tuned(folder, "q8_0", output, *flags) == 0
     assert measured[2:] == ["the adapter", "the result", "the base"]
 
 
@@ -320,14 +322,16 @@ def test_what_validation_says_is_what_the_files_lose(folder, tmp_path, capsys, m
 
 def test_larger_types_are_offered_where_they_keep_more(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(merge_after_training, "ENOUGH", 2.0)
-    monkeypatch.setattr(merge_after_training.Losses, "kept", property(lambda losses: next(kept)))
-    kept = iter([0.9, 0.9, 1.9, 2.0, 2.0])
+    monkeypatch.setattr(
+        merge_after_training.Losses, "kept", property(lambda losses: next(kept_shares))
+    )
+    kept_shares = iter([0.9, 0.9, 1.9, 2.0, 2.0])
     output = tmp_path / "my.gguf"
     assert tuned(folder, "q4_K", output, *SHORT) == 0
     text = "\n".join(said(capsys))
     ((grown, command),) = re.findall(r"the file is (.*) larger: packtrain (.*)", text)
     assert not (tmp_path / "my.run/.trial.part").exists()
-    kept, before = iter([2.0, 2.0, 2.0]), output.stat().st_size
+    kept_shares, before = iter([2.0, 2.0, 2.0]), output.stat().st_size
     assert main(shlex.split(command)) == 0
     assert f"{(output.stat().st_size - before) / 2**10:.1f} KiB" == grown
     assert "larger: packtrain" not in "\n".join(said(capsys))
@@ -353,16 +357,16 @@ def test_room_on_the_disk_is_asked_for_trials_and_larger_types(
         sizes.append(model.gguf.path.stat().st_size)
         return loss(self, model, what)
 
-    asked: list[tuple[Path, str, int]] = []
+    space_requests: list[tuple[Path, str, int]] = []
     monkeypatch.setattr(merge_after_training, "ENOUGH", 9.0)
     monkeypatch.setattr(merge_after_training.End, "_loss", seen)
     monkeypatch.setattr(
         "packtrain.workflows.run_training.check_space",
-        lambda job, plans, more: asked.extend([*written(job, plans), *more]),
+        lambda job, plans, more: space_requests.extend([*written(job, plans), *more]),
     )
     output = tmp_path / "a.gguf"
     assert tuned(folder, "q4_K", output, *SHORT, *given) == 0
-    room = {what: nbytes for _, what, nbytes in asked}
+    room = {what: nbytes for _, what, nbytes in space_requests}
     result = room["a.gguf"] + room.get("its larger types", 0)
     assert sizes[0] < result < sizes[0] + HEAD_NBYTES
     assert len(sizes) == 3 and max(sizes[1:]) < room["a trial of larger types"]
@@ -381,8 +385,8 @@ def test_too_little_memory_for_data_is_said_with_the_plan(folder, tmp_path, caps
     output = tmp_path / "a.gguf"
     assert tuned(folder, "q4_K", output, *SHORT, "--memory", room(330)) == 0
     lines = said(capsys)
-    (told,) = (i for i, line in enumerate(lines) if "plain rounding will keep less" in line)
-    assert told < next(i for i, line in enumerate(lines) if line.startswith("step 1/"))
+    (warning_line,) = (i for i, line in enumerate(lines) if "plain rounding will keep less" in line)
+    assert warning_line < next(i for i, line in enumerate(lines) if line.startswith("step 1/"))
     assert any("the adapter is merged by plain rounding" in line for line in lines)
 
 
@@ -401,9 +405,9 @@ def test_what_learnt_from_conversations_carries_their_template(folder, tmp_path,
         and "eos_token" in template
     )
     (tmp_path / "text.txt").write_text(words(2000))
-    given = [str(folder / "f32.gguf"), "--data", str(tmp_path / "text.txt")]
+    args = [str(folder / "f32.gguf"), "--data", str(tmp_path / "text.txt")]
     output = ["-o", str(tmp_path / "b.gguf"), "--iters", "1"]
-    assert main(["finetune", *given, *output, *FEW, *how]) == 0
+    assert main(["finetune", *args, *output, *FEW, *how]) == 0
     assert "tokenizer.chat_template" not in GGUF(tmp_path / "b.gguf").metadata
 
 
@@ -425,9 +429,9 @@ def test_a_run_that_is_stopped_while_it_merges_says_how_to_finish(
 
 def test_rows_that_a_type_cannot_hold_are_said(folder, tmp_path, capsys):
     save(tmp_path / "narrow.gguf", replace(CONFIG, context_length=64))
-    given = [str(tmp_path / "narrow.gguf"), "--data", str(folder / "chats.jsonl")]
+    args = [str(tmp_path / "narrow.gguf"), "--data", str(folder / "chats.jsonl")]
     output = ["-o", str(tmp_path / "a.gguf"), "--iters", "1", "--lora-modules", "attn_q"]
-    assert main(["finetune", *given, *output, *FEW, "--type", "q4_K"]) == 0
+    assert main(["finetune", *args, *output, *FEW, "--type", "q4_K"]) == 0
     line = "--type q4_K: rows of 2 matrices do not fill blocks of it; they keep their type"
     assert line in said(capsys)
 
@@ -447,25 +451,28 @@ def test_commands_for_names_with_blanks_and_quotes(folder, tmp_path, capsys):
 def test_merging_adapters_with_scales(folder, tmp_path, capsys):
     base = folder / "f32.gguf"
     for seed in ("1", "2"):
-        made = tmp_path / f"{seed}.gguf"
-        assert tuned(folder, "f32", made, "--iters", "2", "--seed", seed) == 0
+        tuned_path = tmp_path / f"{seed}.gguf"
+        assert tuned(folder, "f32", tuned_path, "--iters", "2", "--seed", seed) == 0
     paths = [str(tmp_path / f"{seed}.run/adapter.gguf") for seed in "12"]
     pair = [f"{paths[0]}:0.5", paths[1]]
     assert main(["merge", str(base), *pair, "-o", str(tmp_path / "m.gguf")]) == 0
     old, new = GGUF(base), GGUF(tmp_path / "m.gguf")
     adapters = [read_adapter(path) for path in paths]
     name = "blk.1.ffn_down.weight"
-    wanted = old.array(name).astype(np.float64)
+    expected = old.array(name).astype(np.float64)
     for by, adapter in zip((0.5, 1.0), adapters, strict=True):
         a, b = adapter.pairs[name]
-        wanted += by * adapter.alpha / len(a) * (b.astype(np.float64) @ a)
-    np.testing.assert_allclose(new.array(name), wanted, atol=1e-6)
+        expected += by * adapter.alpha / len(a) * (b.astype(np.float64) @ a)
+    np.testing.assert_allclose(new.array(name), expected, atol=1e-6)
     (tmp_path / "text.txt").write_text(words(2000))
     data = ["--data", str(tmp_path / "text.txt"), "-c", "32"]
     capsys.readouterr()
     losses = []
-    for model, more in ((base, [f"--lora={text}" for text in pair]), (tmp_path / "m.gguf", [])):
-        assert main(["eval", str(model), *data, *more]) == 0
+    for model, lora_flags in (
+        (base, [f"--lora={text}" for text in pair]),
+        (tmp_path / "m.gguf", []),
+    ):
+        assert main(["eval", str(model), *data, *lora_flags]) == 0
         losses.append(float(re.findall(r"loss ([\d.]+)", capsys.readouterr().out)[0]))
     assert abs(losses[0] - losses[1]) <= 2e-4
     assert main(["merge", str(base), f"{paths[0]}:0", "-o", str(tmp_path / "same.gguf")]) == 0
@@ -509,9 +516,9 @@ def test_refusals(folder, tmp_path, capsys, monkeypatch, more, line):
 
 def test_the_base_is_never_an_output(folder, tmp_path, capsys):
     before = (folder / "f32.gguf").read_bytes()
-    for more in (["--overwrite"], ["--adapter", str(folder / "f32.gguf"), "--overwrite"]):
-        output = folder / "f32.gguf" if len(more) == 1 else tmp_path / "m.gguf"
-        assert tuned(folder, "f32", output, *more) == 2
+    for flags in (["--overwrite"], ["--adapter", str(folder / "f32.gguf"), "--overwrite"]):
+        output = folder / "f32.gguf" if len(flags) == 1 else tmp_path / "m.gguf"
+        assert tuned(folder, "f32", output, *flags) == 2
         assert "is one of the files that are read" in said(capsys)[-1]
     assert (folder / "f32.gguf").read_bytes() == before
 
@@ -527,10 +534,10 @@ def test_data_are_never_an_output(folder, tmp_path, capsys):
 def test_data_that_teaches_nothing_is_refused(folder, tmp_path, capsys):
     data = tmp_path / "empty.jsonl"
     data.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
-    given = [str(folder / "f32.gguf"), "--data", str(data), "-o", str(tmp_path / "m.gguf")]
-    assert main(["finetune", *given]) == 2
+    args = [str(folder / "f32.gguf"), "--data", str(data), "-o", str(tmp_path / "m.gguf")]
+    assert main(["finetune", *args]) == 2
     assert f"{data}" in said(capsys)[-1] and "no turn of the assistant" in said_again(
-        data, given, capsys
+        data, args, capsys
     )
 
 
@@ -564,11 +571,11 @@ def test_an_adapter_of_another_base_is_refused(folder, tmp_path, capsys):
 
 
 def test_a_plan_tells_what_is_mapped_and_what_strict_adds(folder, tmp_path, capsys):
-    given = [str(folder / "q8_0.gguf"), "--data", str(folder / "chats.jsonl"), *FEW]
+    args = [str(folder / "q8_0.gguf"), "--data", str(folder / "chats.jsonl"), *FEW]
     plans = []
-    for more in ([], ["--strict"]):
+    for flags in ([], ["--strict"]):
         path = tmp_path / "plan.json"
-        assert main(["plan", "finetune", *given, *more, "--json", str(path)]) == 0
+        assert main(["plan", "finetune", *args, *flags, "--json", str(path)]) == 0
         plans.append(json.loads(path.read_text()))
     mapped = plans[0]["mapped_bytes"]
     matrices = (e for e in GGUF(folder / "q8_0.gguf").entries.values())
@@ -590,19 +597,27 @@ def test_the_adapter_alone_is_a_result(folder, tmp_path, capsys):
     text = "\n".join(said(capsys))
     assert "merging" not in text and "validation loss: base" in text
     assert f"packtrain chat {folder / 'q8_0.gguf'} --lora {output}" in text
-    made = read_adapter(output).pairs
-    kept = {
+    adapter_pairs = read_adapter(output).pairs
+    saved_pairs = {
         n: read_adapter(tmp_path / f"alone.run/adapter-{n}.gguf").pairs for n in (2, 4, "LATEST")
     }
-    for name, pair in made.items():
-        for one, last, newest, early in zip(
-            pair, kept[4][name], kept["LATEST"][name], kept[2][name], strict=True
+    for name, pair in adapter_pairs.items():
+        for final, last_half, latest_half, early_half in zip(
+            pair,
+            saved_pairs[4][name],
+            saved_pairs["LATEST"][name],
+            saved_pairs[2][name],
+            strict=True,
         ):
-            assert (one == last).all() and (one == newest).all() and not (one == early).all()
+            assert (
+                (final == last_half).all()
+                and (final == latest_half).all()
+                and not (final == early_half).all()
+            )
     lines = (tmp_path / "alone.run/Modelfile").read_text().splitlines()
     assert lines[:2] == [f"FROM {folder / 'q8_0.gguf'}", "ADAPTER ../alone.gguf"]
-    again = ["finetune", "-o", str(output), "--resume", "--merge", "plain"]
-    assert main(again) == 0
+    merge_args = ["finetune", "-o", str(output), "--resume", "--merge", "plain"]
+    assert main(merge_args) == 0
     assert GGUF(output).entries.keys() == GGUF(folder / "q8_0.gguf").entries.keys()
 
 

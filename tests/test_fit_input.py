@@ -31,22 +31,22 @@ def data(kind: str = "float32") -> dict[str, np.ndarray]:
     "kind", ["float32", "float64", "float16", ">f4", "uint8", "bool", "strided", "fortran"]
 )
 def test_batches_of_any_type_and_layout_fit_the_memory_planned_for_them(kind):
-    runs, given = pt.Trainer(net, pt.AdamW(), batch=200), pt.Dataset(data(kind))
+    runs, dataset = pt.Trainer(net, pt.AdamW(), batch=200), pt.Dataset(data(kind))
     order = np.random.default_rng(1).permutation(POINTS)
     tracemalloc.start()
-    got = [values["x"].copy() for values in runs.batches(given, 200, order)]
+    got = [values["x"].copy() for values in runs.batches(dataset, 200, order)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     batch = 200 * WIDTH * 4
-    assert np.array_equal(np.concatenate(got), given.columns["x"][order].astype(np.float32))
+    assert np.array_equal(np.concatenate(got), dataset.columns["x"][order].astype(np.float32))
     assert peak < 3 * batch + (1 << 19), peak  # two copies, and the batch that is overwritten
 
 
 def test_a_step_of_lbfgs_takes_no_more_than_planned():
-    runs, given = pt.Trainer(net, pt.LBFGS(), batch=POINTS), pt.Dataset(data("float64"))
+    runs, dataset = pt.Trainer(net, pt.LBFGS(), batch=POINTS), pt.Dataset(data("float64"))
     tracemalloc.start()
     for _ in range(3):
-        pt.epoch(runs, given)
+        pt.epoch(runs, dataset)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak <= runs.form.loop_nbytes, (peak, runs.form.loop_nbytes)
@@ -54,18 +54,18 @@ def test_a_step_of_lbfgs_takes_no_more_than_planned():
 
 @pytest.mark.parametrize("kind", [bool, np.int64, np.uint8, np.uint64])
 def test_class_ids_may_be_any_whole_numbers(kind):
-    given = data()
-    done = pt.fit(net, {**given, "y": given["y"].astype(kind)}, batch=200)
-    same = pt.fit(net, {**given, "y": given["y"].astype(np.int32)}, batch=200)
-    assert done.weights["in"].tobytes() == same.weights["in"].tobytes()
+    columns = data()
+    done = pt.fit(net, {**columns, "y": columns["y"].astype(kind)}, batch=200)
+    reference = pt.fit(net, {**columns, "y": columns["y"].astype(np.int32)}, batch=200)
+    assert done.weights["in"].tobytes() == reference.weights["in"].tobytes()
 
 
 def test_whole_numbers_that_do_not_fit_are_named():
-    given, into = pt.Dataset({"n": np.full(POINTS, 1 << 32)}), {"n": np.empty(POINTS, np.int32)}
+    dataset, into = pt.Dataset({"n": np.full(POINTS, 1 << 32)}), {"n": np.empty(POINTS, np.int32)}
     with pytest.raises(
         pt.InputError, match="n has values from 4294967296 to 4294967296; int32 ends"
     ):
-        next(given.batches(POINTS, into=into))
+        next(dataset.batches(POINTS, into=into))
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16", "bf16"])
@@ -75,8 +75,8 @@ def test_values_of_weights_are_packed(name):
     got = runs.weights["out"]
     packed = pt.Trainer(lambda rows: net(rows, DTYPES[name]), physical=1, values={"out": got})
     assert packed.weights["out"].tobytes() == got.tobytes()
-    near = dequantize(got).reshape(2, 32)
-    assert 0 < np.abs(near - values).max() < 0.3
+    restored = dequantize(got).reshape(2, 32)
+    assert 0 < np.abs(restored - values).max() < 0.3
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_values_of_weights_are_packed(name):
     ],
 )
 def test_requests_that_cannot_be_met(change, message):
-    asked = {"model": net, "data": data(), "optimizer": None, "batch": 200} | change
+    options = {"model": net, "data": data(), "optimizer": None, "batch": 200} | change
     with pytest.raises(pt.InputError, match=message):
-        pt.fit(asked.pop("model"), asked.pop("data"), asked.pop("optimizer"), **asked)
+        pt.fit(options.pop("model"), options.pop("data"), options.pop("optimizer"), **options)
 
 
 @pytest.mark.parametrize(
@@ -145,21 +145,21 @@ def test_a_step_takes_its_batch_and_gradients_need_sums():
 def test_models_that_are_none_and_names_of_nothing():
     with pytest.raises(pt.GraphError, match="the model is 3; it must be a Model"):
         pt.fit(lambda rows: 3, data(), batch=4)  # type: ignore[arg-type, return-value]
-    made = net(4)
+    model = net(4)
     with pytest.raises(
         pt.GraphError, match="frozen='input' is no weight of the loss; it has in, out"
     ):
-        pt.Trainer(pt.Model(made.loss, frozen=("input",)), pt.SGD())
-    frozen = pt.Trainer(pt.Model(made.loss, frozen="in"), pt.SGD())
+        pt.Trainer(pt.Model(model.loss, frozen=("input",)), pt.SGD())
+    frozen = pt.Trainer(pt.Model(model.loss, frozen="in"), pt.SGD())
     assert [w.name for w in frozen.model.trained] == ["out"]
 
 
 def test_parts_of_a_step_have_keys_of_their_own():
     """Dropout: the same mask in each physical batch of a step would be drawn once only."""
-    asked = list[int]()
+    numbers = list[int]()
 
     def inputs(number: int) -> dict[str, np.ndarray]:
-        asked.append(number)
+        numbers.append(number)
         return {"key": np.array([0, number])}
 
     def dropped(rows: int) -> pt.Model:
@@ -167,7 +167,7 @@ def test_parts_of_a_step_have_keys_of_their_own():
         return pt.Model(pt.mean(pt.dropout(x, pt.input("key", (2,), pt.i64), p=0.5, stream=0)))
 
     pt.fit(dropped, {"x": np.ones((8, 4))}, pt.SGD(), batch=4, physical=2, inputs=inputs, epochs=2)
-    assert [n for n in asked if n] == list(range(1, 9))
+    assert [n for n in numbers if n] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("kind", ["bool", "uint8", "complex64", ">f4"])

@@ -41,8 +41,8 @@ class Lesser(Host):
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
         narrow = not self.halves and any(t is not None and t.dtype == f16 for t in inputs)
-        lacks = op.name in self.without or (narrow and op.name == "attention_cells")
-        return None if lacks else op.kernels.get("cpu")
+        is_missing = op.name in self.without or (narrow and op.name == "attention_cells")
+        return None if is_missing else op.kernels.get("cpu")
 
     def workspaces(self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Any:
         rule = op.workspaces.get("cpu")
@@ -61,19 +61,19 @@ def context(config: Config, cache: Cache, target: Target = CPU, sequences: int =
 
 def schedule(made: Context) -> np.ndarray:
     """Logits of some batches of three sequences that share a beginning and lose parts."""
-    rng, found = np.random.default_rng(3), list[np.ndarray]()
-    found.append(made.decode(rng.integers(0, 50, 14).tolist(), 0, wanted=range(14)))
+    rng, logits = np.random.default_rng(3), list[np.ndarray]()
+    logits.append(made.decode(rng.integers(0, 50, 14).tolist(), 0, wanted=range(14)))
     made.copy(0, 1)
     made.copy(0, 2, 0, 6)
     for _ in range(6):
         count = int(rng.integers(1, 7))
         seqs = np.sort(rng.integers(0, 3, count)).tolist()
         tokens = rng.integers(0, 50, count).tolist()
-        found.append(made.decode(tokens, seqs, wanted=range(count)))
+        logits.append(made.decode(tokens, seqs, wanted=range(count)))
     made.remove(1, 3, 5)
     made.shift(1, -2, 5)
-    found.append(made.decode([7, 8], [1, 2], wanted=range(2)))
-    return np.concatenate(found)
+    logits.append(made.decode([7, 8], [1, 2], wanted=range(2)))
+    return np.concatenate(logits)
 
 
 @pytest.mark.parametrize("ring", [0, 60])
@@ -81,9 +81,11 @@ def schedule(made: Context) -> np.ndarray:
 def test_a_context_computes_the_same_written_out(dtype: Dtype, off: float, ring: int):
     cache = Cache(96, ring, dtype, 3)
     config = replace(WINDOWED, head_count=4, head_count_kv=2)
-    fused, written = (schedule(context(replace(config, flash=how), cache)) for how in (True, False))
-    assert np.abs(fused - written).max() <= off * np.abs(fused).max()
-    assert not np.array_equal(fused, written)
+    fused, unfused = (
+        schedule(context(replace(config, flash=use_flash), cache)) for use_flash in (True, False)
+    )
+    assert np.abs(fused - unfused).max() <= off * np.abs(fused).max()
+    assert not np.array_equal(fused, unfused)
 
 
 def chosen(target: Target, mode: str = "auto", cache: Dtype | None = f16) -> tuple[bool, list[str]]:
@@ -121,8 +123,8 @@ def test_a_backend_without_attention_runs_what_is_written_out(monkeypatch: pytes
     lesser = Target.of(Lesser("lesser", without=("attention_cells",)))
     config = with_flash(CONFIG, "auto", lesser, lambda line: None, f32)
     cache = Cache(96, 0, f32, 3)
-    got, want = (schedule(context(config, cache, target)) for target in (lesser, CPU))
-    assert np.array_equal(got, want)
+    actual, expected = (schedule(context(config, cache, target)) for target in (lesser, CPU))
+    assert np.array_equal(actual, expected)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +160,7 @@ def test_the_commands_take_it(path: Path, capsys: pytest.CaptureFixture[str]):
 )  # fmt: skip
 def test_both_give_the_same(path: Path, tmp_path: Path, measured: Callable):
     (tmp_path / "t.txt").write_text("the cat sees the dog\n" * 60)
-    fused, written = (
+    fused, unfused = (
         np.array(measured(path, tmp_path / "t.txt", flash_attn=how)) for how in ("on", "off")
     )
-    np.testing.assert_allclose(written, fused, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(unfused, fused, rtol=2e-5, atol=2e-5)

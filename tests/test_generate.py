@@ -36,15 +36,15 @@ def generator(
 ) -> Generator:
     session, cache, sizes = Session(), Cache(cells), Sizes(chunks, 1)
     runs = session.executors(placements(config, cache, sizes))
-    made = Generator(Context.within(config, cache, sizes, runs))
+    built = Generator(Context.within(config, cache, sizes, runs))
     session.set(given)
-    return made
+    return built
 
 
 def stories(cells: int, chunks: tuple[int, ...] = (64, 8, 1)) -> tuple[Generator, Tokenizer]:
     model = open_model(STORIES)
-    given = {name: model.weight(name) for name in model.names}
-    return generator(model.config, given, cells, chunks), model.tokenizer()
+    weights = {name: model.weight(name) for name in model.names}
+    return generator(model.config, weights, cells, chunks), model.tokenizer()
 
 
 def independent(config: Config, weights: dict[str, np.ndarray]) -> Model:
@@ -58,13 +58,16 @@ def independent(config: Config, weights: dict[str, np.ndarray]) -> Model:
 
 @pytest.mark.parametrize("chunks", [(1,), (8, 1), (64, 8, 1)])
 def test_any_cutting_gives_the_logits_of_the_forward_pass(chunks: tuple[int, ...]) -> None:
-    given, tokens = values(CONFIG), np.random.RandomState(0).randint(0, CONFIG.vocab_size, 30)
-    want = independent(CONFIG, given).logits(tokens)
-    made = generator(CONFIG, given, 32, chunks)
+    weights, tokens = values(CONFIG), np.random.RandomState(0).randint(0, CONFIG.vocab_size, 30)
+    expected = independent(CONFIG, weights).logits(tokens)
+    incremental = generator(CONFIG, weights, 32, chunks)
     for count in (24, 17, 1):
-        made.forget()
-        assert np.abs(made.feed(tokens[:count].tolist()) - want[count - 1]).max() < TOLERANCE
-    assert made.cells_left == 31
+        incremental.forget()
+        assert (
+            np.abs(incremental.feed(tokens[:count].tolist()) - expected[count - 1]).max()
+            < TOLERANCE
+        )
+    assert incremental.cells_left == 31
 
 
 @needs_shared
@@ -73,22 +76,28 @@ def test_a_real_model_gives_the_logits_of_the_forward_pass(chunks: tuple[int, ..
     model = open_model(STORIES)
     weights = {name: model.weight(name) for name in model.names}
     tokens = model.tokenizer().encode("Once upon a time" + STORY)[:64]
-    want = independent(model.config, weights).logits(np.array(tokens))
-    made = generator(model.config, weights, 64, chunks)
-    got = [made.feed([token]) for token in tokens] if chunks == (1,) else [made.feed(tokens)]
+    expected = independent(model.config, weights).logits(np.array(tokens))
+    incremental = generator(model.config, weights, 64, chunks)
+    got = (
+        [incremental.feed([token]) for token in tokens]
+        if chunks == (1,)
+        else [incremental.feed(tokens)]
+    )
     assert len(tokens) == 64
-    assert np.abs(got - want[-len(got) :]).max() < TOLERANCE
+    assert np.abs(got - expected[-len(got) :]).max() < TOLERANCE
 
     line = np.arange(64, dtype=np.int32)[None]
     fed = {"tokens": np.array(tokens, np.int32)[None], "pos": line, "seq": np.zeros_like(line)}
-    whole = bind(full_logits(model.config, 1, 64), weights)(fed)["logits"][0]
-    assert np.abs(whole - want).max() < TOLERANCE
+    forward_logits = bind(full_logits(model.config, 1, 64), weights)(fed)["logits"][0]
+    assert np.abs(forward_logits - expected).max() < TOLERANCE
 
 
 @needs_shared
 def test_a_real_model_tells_its_story() -> None:
-    made, tokenizer = stories(128)
-    reply = Reply(made, tokenizer, tokenizer.encode("Once upon a time"), GREEDY, 0, Limits(64))
+    story_generator, tokenizer = stories(128)
+    reply = Reply(
+        story_generator, tokenizer, tokenizer.encode("Once upon a time"), GREEDY, 0, Limits(64)
+    )
     assert "".join(reply) == STORY
     assert reply.ended == "count" and len(reply.ids) == 64
     assert (reply.reading.tokens, reply.writing.tokens) == (5, 63)
@@ -98,27 +107,28 @@ def test_a_real_model_tells_its_story() -> None:
 def test_a_seed_gives_the_same_text_again_and_for_any_cutting() -> None:
     texts = []
     for seed, chunks in ((1, (64, 8, 1)), (1, (8, 1)), (2, (8, 1))):
-        made, tokenizer = stories(64, chunks)
+        story_generator, tokenizer = stories(64, chunks)
         prompt = tokenizer.encode("Lily and the dog went to the park")
-        first, again = (
-            "".join(Reply(made, tokenizer, prompt, Sampling(), seed, Limits(24))) for _ in range(2)
+        first, second = (
+            "".join(Reply(story_generator, tokenizer, prompt, Sampling(), seed, Limits(24)))
+            for _ in range(2)
         )
-        assert first == again
+        assert first == second
         texts.append(first)
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_text_that_goes_on_is_fed_from_where_it_differs() -> None:
-    given, tokens = values(CONFIG), list(range(20, 44))
-    made = generator(CONFIG, given, 32)
-    made.feed(tokens)
-    other = [*tokens[:9], 5, 6, 7]
-    for text, new in ((other, 3), (other, 1), ([9, 8], 2)):
-        left = made.resume(text)
+    weights, tokens = values(CONFIG), list(range(20, 44))
+    incremental = generator(CONFIG, weights, 32)
+    incremental.feed(tokens)
+    diverged = [*tokens[:9], 5, 6, 7]
+    for text, new in ((diverged, 3), (diverged, 1), ([9, 8], 2)):
+        left = incremental.resume(text)
         assert len(left) == new
-        want = independent(CONFIG, given).logits(np.array(text))[-1]
-        assert np.abs(made.feed(left) - want).max() < TOLERANCE
-        assert made.fed == text and made.cells_left == 32 - len(text)
+        expected = independent(CONFIG, weights).logits(np.array(text))[-1]
+        assert np.abs(incremental.feed(left) - expected).max() < TOLERANCE
+        assert incremental.fed == text and incremental.cells_left == 32 - len(text)
 
 
 # ---- ends: a model that says what it is told to
@@ -197,14 +207,14 @@ def test_stop_texts_are_no_text_and_what_may_become_one_waits() -> None:
 
 
 def test_an_interruption_keeps_what_there_is() -> None:
-    asked = iter([False] * 4 + [True])
-    pieces, reply = said(HAT, Limits(interrupted=lambda: next(asked)))
+    interrupt_flags = iter([False] * 4 + [True])
+    pieces, reply = said(HAT, Limits(interrupted=lambda: next(interrupt_flags)))
     assert pieces == [" the", " ", "h"] and reply.ended == "interrupted"
 
 
 def test_a_prompt_can_be_interrupted() -> None:
-    asked = iter([False, True])
-    pieces, reply = said(HAT, Limits(interrupted=lambda: next(asked)))
+    interrupt_flags = iter([False, True])
+    pieces, reply = said(HAT, Limits(interrupted=lambda: next(interrupt_flags)))
     assert pieces == [] and reply.ended == "interrupted" and reply.reading.tokens == 1
 
 
@@ -222,19 +232,19 @@ def test_prompts_that_cannot_be_fed() -> None:
 
 
 def test_weights_are_the_sessions_own() -> None:
-    given, session = values(CONFIG), Session()
+    weights, session = values(CONFIG), Session()
     cache, sizes = Cache(8), Sizes((8, 1), 1)
     runs = session.executors(placements(CONFIG, cache, sizes))
-    made = Generator(Context.within(CONFIG, cache, sizes, runs))
-    session.set(given)
-    before = made.feed([5])
-    session.set({"output_norm.weight": given["output_norm.weight"] * 2})
-    made.forget()
-    assert np.allclose(made.feed([5]), 2 * before, rtol=1e-5)
+    incremental = Generator(Context.within(CONFIG, cache, sizes, runs))
+    session.set(weights)
+    before = incremental.feed([5])
+    session.set({"output_norm.weight": weights["output_norm.weight"] * 2})
+    incremental.forget()
+    assert np.allclose(incremental.feed([5]), 2 * before, rtol=1e-5)
 
 
 def test_untied_heads_and_other_bases_are_followed() -> None:
     config = replace(CONFIG, tied=False, rope_freq_base=100.0, rms_eps=0.1)
-    given, tokens = values(config), list(range(20, 30))
-    want = independent(config, given).logits(np.array(tokens))[-1]
-    assert np.abs(generator(config, given, 16).feed(tokens) - want).max() < TOLERANCE
+    weights, tokens = values(config), list(range(20, 30))
+    expected = independent(config, weights).logits(np.array(tokens))[-1]
+    assert np.abs(generator(config, weights, 16).feed(tokens) - expected).max() < TOLERANCE

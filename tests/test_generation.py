@@ -35,14 +35,14 @@ class Cached:
 
     def __post_init__(self) -> None:
         for size in self.sizes:
-            made, handles = generation(
+            logits, handles = generation(
                 self.config,
                 transformer.weights(self.config),
                 size,
                 Cache(len(self.cells), dtype=self.cache, sequences=SEQUENCES),
                 size,
             )
-            self.runs[size] = bind(Graph([made], handles), session=self.session)
+            self.runs[size] = bind(Graph([logits], handles), session=self.session)
         self.session.set(values(self.config))
 
     def feed(self, tokens: np.ndarray, seqs: np.ndarray) -> np.ndarray:
@@ -50,8 +50,8 @@ class Cached:
         count = len(tokens)
         size = min(size for size in self.sizes if size >= count)
         rows = np.append(np.arange(count), np.full(size - count, -1))
-        fed = self.cells.feed(tokens, seqs, rows, size=size, sequences=SEQUENCES)
-        return self.runs[size](fed)["logits"][:count]
+        feeds = self.cells.feed(tokens, seqs, rows, size=size, sequences=SEQUENCES)
+        return self.runs[size](feeds)["logits"][:count]
 
     def say(self, seq: int, tokens: np.ndarray, chunk: int = 8) -> np.ndarray:
         """The logits of one sequence's next tokens, a chunk at a time."""
@@ -65,9 +65,9 @@ def prompt(length: int, seed: int) -> np.ndarray:
 
 def full(tokens: np.ndarray, config: Config = CONFIG) -> np.ndarray:
     """Logits (T, V) of the full forward, by the specification in float64."""
-    one = np.arange(len(tokens), dtype=np.int32)[None]
-    fed = {"tokens": tokens[None], "pos": one, "seq": np.zeros_like(one)}
-    return interpret(logits(config, 1, len(tokens)), values(config) | fed)["logits"][0]
+    positions = np.arange(len(tokens), dtype=np.int32)[None]
+    feeds = {"tokens": tokens[None], "pos": positions, "seq": np.zeros_like(positions)}
+    return interpret(logits(config, 1, len(tokens)), values(config) | feeds)["logits"][0]
 
 
 def close(got: np.ndarray, expected: np.ndarray) -> bool:
@@ -93,9 +93,9 @@ CUTTINGS = {
 
 def test_the_full_forward_on_the_cpu():
     tokens = prompt(23, 1)
-    one = np.arange(23, dtype=np.int32)[None]
-    fed = {"tokens": tokens[None], "pos": one, "seq": np.zeros_like(one)}
-    got = bind(logits(CONFIG, 1, 23), values(CONFIG))(fed)["logits"][0]
+    positions = np.arange(23, dtype=np.int32)[None]
+    feeds = {"tokens": tokens[None], "pos": positions, "seq": np.zeros_like(positions)}
+    got = bind(logits(CONFIG, 1, 23), values(CONFIG))(feeds)["logits"][0]
     assert close(got, full(tokens))
 
 
@@ -119,10 +119,10 @@ def test_a_prompt_longer_than_a_block_of_attention(chunk):
 
 def test_logits_of_the_wanted_rows_alone():
     model, tokens = Cached((8,)), prompt(8, 1)
-    made, handles = generation(CONFIG, transformer.weights(CONFIG), 8, Cache(CELLS), 2)
-    run = bind(Graph([made], handles), session=model.session)
-    fed = model.cells.feed(tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
-    assert close(run(fed)["logits"], full(tokens)[[7, 2]])
+    logits, handles = generation(CONFIG, transformer.weights(CONFIG), 8, Cache(CELLS), 2)
+    run = bind(Graph([logits], handles), session=model.session)
+    feeds = model.cells.feed(tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
+    assert close(run(feeds)["logits"], full(tokens)[[7, 2]])
 
 
 def test_padding_leaves_no_trace():
@@ -143,14 +143,14 @@ def test_one_decode_plan_serves_every_position():
 
 def interleaved(model: Cached, first: np.ndarray, second: np.ndarray, order: str) -> np.ndarray:
     """Feed two sequences in the order given by letters; the logits of a, then those of b."""
-    told: dict[str, list[np.ndarray]] = {"a": [], "b": []}
-    left = {"a": list(first), "b": list(second)}
+    logits_by_seq: dict[str, list[np.ndarray]] = {"a": [], "b": []}
+    remaining = {"a": list(first), "b": list(second)}
     for group in order.split():
-        tokens = np.array([left[c].pop(0) for c in group], np.int32)
+        tokens = np.array([remaining[c].pop(0) for c in group], np.int32)
         seqs = np.array([ord(c) - ord("a") for c in group], np.int32)
         for c, row in zip(group, model.feed(tokens, seqs), strict=True):
-            told[c].append(row)
-    return np.array(told["a"] + told["b"])
+            logits_by_seq[c].append(row)
+    return np.array(logits_by_seq["a"] + logits_by_seq["b"])
 
 
 ORDER = "aab b a babab aaa b bbab a b"
@@ -190,18 +190,18 @@ def test_a_sequence_is_taken_back_to_an_earlier_position():
     model, tokens, other = Cached(), prompt(18, 10), prompt(9, 11)
     model.say(0, tokens)
     model.cells.drop(0, since=7)
-    anew = np.concatenate((tokens[:7], other))
-    assert close(model.say(0, other), full(anew)[7:])
+    full_prompt = np.concatenate((tokens[:7], other))
+    assert close(model.say(0, other), full(full_prompt)[7:])
 
 
 @pytest.mark.parametrize("after", [0, 12, 30])
 def test_a_reply_stopped_between_two_ops_is_taken_back(after):
     model, tokens = Cached((8,)), prompt(16, 1)
     model.say(0, tokens[:8])
-    fed = model.cells.feed(tokens[8:], np.zeros(8, np.int32), np.arange(8), sequences=SEQUENCES)
-    asked = iter(range(1000))
+    feeds = model.cells.feed(tokens[8:], np.zeros(8, np.int32), np.arange(8), sequences=SEQUENCES)
+    stop_calls = iter(range(1000))
     with pytest.raises(Stopped):
-        model.runs[8](fed, stop=lambda: next(asked) >= after)
+        model.runs[8](feeds, stop=lambda: next(stop_calls) >= after)
     model.cells.drop(0, since=8)
     assert close(model.say(0, tokens[8:]), full(tokens)[8:])
 
@@ -212,20 +212,20 @@ def test_attention_reads_what_is_packed_as_the_values_it_has(time, width, kind):
     rng, cells = np.random.default_rng(time), 150
     values = rng.standard_normal((2, cells, 2, width)).astype(np.float32)
     stored = values.astype(np.float16) if kind == f16 else quantized_arrays.quantize(values, kind)
-    found, pos = [], constant("pos", cells - time + np.arange(time), i32)
+    outputs, pos = [], constant("pos", cells - time + np.arange(time), i32)
     order = constant("order", rng.permutation(cells)[None], i32)
     of_cells = constant("k_pos", np.argsort(order.value[0]), i32)
-    where = constant("row", np.zeros(time), i32), order, constant("counts", [cells], i32)
+    cell_inputs = constant("row", np.zeros(time), i32), order, constant("counts", [cells], i32)
     for dtype, pair in ((kind, stored), (f32, quantized_arrays.dequantize(stored))):
         k, v = (constant(n, x, dtype) for n, x in zip("kv", pair, strict=True))
         q = input("q", (time, 6, width))
         y = ops.attention_cells(
-            q, k, v, pos, *where, of_cells, scale=width**-0.5, window=70, softcap=3.0
+            q, k, v, pos, *cell_inputs, of_cells, scale=width**-0.5, window=70, softcap=3.0
         )
         run = bind(Graph({"y": y}))
         queries = np.random.default_rng(0).standard_normal(q.shape).astype(np.float32)
-        found.append(run({"q": queries}))
-    assert same_bits(*found)
+        outputs.append(run({"q": queries}))
+    assert same_bits(*outputs)
 
 
 @pytest.mark.parametrize("kind", [f16, BLOCK_TYPES["q8_0"]], ids=str)
@@ -241,13 +241,13 @@ def test_rows_are_packed_as_the_quantizer_packs_them(kind, count):
     (handle,) = ops.set_rows(leaf, input("x", x.shape), constant("ids", ids, i32))
     run = bind(Graph({}, [handle]))
     run({"x": x})
-    want = run.session.get("cache")
-    want[ids[ids >= 0]] = (
+    expected = run.session.get("cache")
+    expected[ids[ids >= 0]] = (
         x[ids >= 0].astype(np.float16)
         if kind == f16
         else quantized_arrays.quantize(x[ids >= 0], kind)
     )
-    assert run.session.get("cache").tobytes() == want.tobytes()
+    assert run.session.get("cache").tobytes() == expected.tobytes()
     assert (
         not run.session.get("cache")[np.setdiff1d(np.arange(2 * count), ids)].tobytes().strip(b"\0")
     )

@@ -99,11 +99,11 @@ def test_twenty_steps_of_the_specification_in_float64(kind):
         case.config, case.rows, case.time, golden.OPTIMIZER, max_norm=golden.MAX_NORM[kind]
     )
     zeros = {leaf.label: np.zeros(leaf.shape) for leaf in graph.leaves if leaf.kind == "state"}
-    now, losses = {**values(case.config), **zeros}, []
+    current, losses = {**values(case.config), **zeros}, []
     for t, batch in enumerate(case.batches, 1):
-        out = interpret(graph, now | batch | {"adamw": _exact_settings(t)}, np.float64)
+        out = interpret(graph, current | batch | {"adamw": _exact_settings(t)}, np.float64)
         losses.append(float(out["loss"]))
-        now = {name: out[name] for name in now}
+        current = {name: out[name] for name in current}
     assert np.abs(losses / record[f"f64/{kind}/losses"] - 1).max() <= F64
 
 

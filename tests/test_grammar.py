@@ -55,18 +55,18 @@ def ids_of(text: str | list[int | str]) -> list[int]:
 
 
 def matches(grammar: Grammar, text: str | list[int | str]) -> bool:
-    own = grammar.copy()
+    matcher = grammar.copy()
     for id in ids_of(text):
-        allowed = own.allowed(TOKENIZER.vocab_size)
+        allowed = matcher.allowed(TOKENIZER.vocab_size)
         assert allowed is not None
         if not allowed[id]:
             with pytest.raises(InputError, match="grammar: token"):
-                own.accept(id)
+                matcher.accept(id)
             return False
-        own.accept(id)
-    ends = own.allowed(TOKENIZER.vocab_size)
-    assert ends is not None and ends[2] == own.complete
-    return own.complete
+        matcher.accept(id)
+    final_allowed = matcher.allowed(TOKENIZER.vocab_size)
+    assert final_allowed is not None and final_allowed[2] == matcher.complete
+    return matcher.complete
 
 
 def control(number: int) -> str:
@@ -175,10 +175,10 @@ CASES: dict[str, tuple[str, list[Any], list[Any]]] = {
 @needed
 @pytest.mark.parametrize("name", CASES)
 def test_llama_cpps_cases(name: str):
-    text, good, bad = CASES[name]
+    text, accepted, rejected = CASES[name]
     grammar = Grammar.from_gbnf(TOKENIZER, text)
-    assert [t for t in good if not matches(grammar, t)] == []
-    assert [t for t in bad if matches(grammar, t)] == []
+    assert [t for t in accepted if not matches(grammar, t)] == []
+    assert [t for t in rejected if matches(grammar, t)] == []
 
 
 def written(rng: random.Random, depth: int, names: list[str]) -> Any:
@@ -226,13 +226,13 @@ def ends(rules: dict[str, Any], node: Any, text: str, at: int) -> frozenset[int]
     if kind == "or":
         return frozenset().union(*(ends(rules, part, text, at) for part in parts))
     if kind == "rep":
-        part, least, most = parts
-        found, here, count = set(), {at}, 0
-        while here and (most is None or count <= most) and count <= len(text) + 2:
-            found |= here if count >= least else set()
-            here = {e for h in here for e in ends(rules, part, text, h)}
+        part, min_count, max_count = parts
+        end_offsets, offsets, count = set(), {at}, 0
+        while offsets and (max_count is None or count <= max_count) and count <= len(text) + 2:
+            end_offsets |= offsets if count >= min_count else set()
+            offsets = {e for h in offsets for e in ends(rules, part, text, h)}
             count += 1
-        return frozenset(found)
+        return frozenset(end_offsets)
     places = {at}
     for part in parts:
         places = {e for p in places for e in ends(rules, part, text, p)}
@@ -241,11 +241,11 @@ def ends(rules: dict[str, Any], node: Any, text: str, at: int) -> frozenset[int]
 
 @cache
 def texts(longest: int) -> list[str]:
-    found = [""]
-    for text in found:
+    strings = [""]
+    for text in strings:
         if len(text) < longest:
-            found += [text + c for c in "abc"]
-    return found
+            strings += [text + c for c in "abc"]
+    return strings
 
 
 @needed
@@ -257,8 +257,8 @@ def test_random_grammars_match_what_their_characters_say(seed: int):
     text = "\n".join(f"{name} ::= {shown(rule)}" for name, rule in rules.items())
     grammar = Grammar.from_gbnf(TOKENIZER, text)
     sample = texts(4) + ["".join(rng.choices("abc", k=rng.randint(5, 7))) for _ in range(60)]
-    want = [t for t in sample if len(t) in ends(rules, rules["root"], t, 0)]
-    assert [t for t in sample if matches(grammar, t)] == want, text
+    expected = [t for t in sample if len(t) in ends(rules, rules["root"], t, 0)]
+    assert [t for t in sample if matches(grammar, t)] == expected, text
 
 
 def lexemes(text: str) -> list[str]:
@@ -362,8 +362,8 @@ def test_tokens_by_name_and_control_tokens_are_no_text():
     grammar = Grammar.from_gbnf(TOKENIZER, "root ::= <|4|> [^x] [^x] !<|5|>")
     assert matches(grammar, [4, "ab", 6]) and not matches(grammar, [4, "ab", 5])
     assert not matches(grammar, [5, "ab", 6])
-    plain = Grammar.from_gbnf(TOKENIZER, "root ::= .+")
-    allowed = plain.allowed(TOKENIZER.vocab_size + 7)
+    any_text = Grammar.from_gbnf(TOKENIZER, "root ::= .+")
+    allowed = any_text.allowed(TOKENIZER.vocab_size + 7)
     assert allowed is not None and len(allowed) == TOKENIZER.vocab_size + 7
     assert not allowed[[0, 1, 2, *range(CONTROLS, CONTROLS + 30)]].any() and not allowed[-7:].any()
 
@@ -449,10 +449,10 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
 @needed
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
 def test_schemas(number: int):
-    schema, good, bad = SCHEMAS[number]
+    schema, accepted, rejected = SCHEMAS[number]
     grammar = Grammar.from_schema(TOKENIZER, json.dumps(schema))
-    assert [t for t in good if not matches(grammar, t)] == []
-    assert [t for t in bad if matches(grammar, t)] == []
+    assert [t for t in accepted if not matches(grammar, t)] == []
+    assert [t for t in rejected if matches(grammar, t)] == []
 
 
 @needed
@@ -479,9 +479,9 @@ def test_schemas_that_are_refused():
             with contextlib.suppress(InputError):  # which is all that may come
                 Grammar.from_schema(TOKENIZER, json.dumps(HAS_A | {key: value}))
     optional = {"properties": {"b": {"enum": [1]}}}
-    for other in ({"required": ["a"], **optional}, {"type": "object", "required": ["c"]}):
+    for second_schema in ({"required": ["a"], **optional}, {"type": "object", "required": ["c"]}):
         with pytest.raises(InputError, match="oneOf: an answer may fit several of its parts"):
-            Grammar.from_schema(TOKENIZER, json.dumps({"oneOf": [HAS_A, other]}))
+            Grammar.from_schema(TOKENIZER, json.dumps({"oneOf": [HAS_A, second_schema]}))
 
 
 def is_valid(document: dict[str, int], schema: dict[str, Any], root: dict[str, Any]) -> bool:
@@ -492,7 +492,9 @@ def is_valid(document: dict[str, int], schema: dict[str, Any], root: dict[str, A
         all(is_valid(document, part, root) for part in parts)
         and ("anyOf" not in schema or any(is_valid(document, x, root) for x in schema["anyOf"]))
         and all(
-            document[name] in one["enum"] for name, one in properties.items() if name in document
+            document[name] in subschema["enum"]
+            for name, subschema in properties.items()
+            if name in document
         )
         and all(name in document for name in schema.get("required", []))
     )
@@ -505,40 +507,46 @@ def test_documents_of_merged_objects_fit_the_schema_and_none_is_lost(seed: int):
     rng, names = random.Random(seed), "abc"
 
     def objects() -> dict[str, Any]:
-        some = rng.sample(names, rng.randint(1, 2))
-        properties = {name: {"enum": rng.sample([1, 2], rng.randint(1, 2))} for name in some}
-        return {"type": "object", "properties": properties, "required": some[: rng.randint(0, 2)]}
+        chosen_names = rng.sample(names, rng.randint(1, 2))
+        properties = {
+            name: {"enum": rng.sample([1, 2], rng.randint(1, 2))} for name in chosen_names
+        }
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": chosen_names[: rng.randint(0, 2)],
+        }
 
     merged = {
         "allOf": [objects(), {"anyOf": [objects(), {"$ref": "#/$defs/x"}]}],
         "$defs": {"x": objects()},
     }
-    written = json.dumps(merged)
+    schema_text = json.dumps(merged)
     try:
-        grammar = Grammar.from_schema(TOKENIZER, written)
+        grammar = Grammar.from_schema(TOKENIZER, schema_text)
     except InputError:
         grammar = None
     for values in itertools.product([None, 1, 2], repeat=3):
         document = {name: value for name, value in zip(names, values, strict=True) if value}
         fits = is_valid(document, merged, merged)
-        is_closed = all(f'"{name}": {{"enum"' in written for name in document)
-        taken = grammar is not None and any(
+        is_closed = all(f'"{name}": {{"enum"' in schema_text for name in document)
+        is_accepted = grammar is not None and any(
             matches(grammar, json.dumps(dict(order)))
             for order in itertools.permutations(document.items())
         )
-        assert taken == (fits and is_closed), document
+        assert is_accepted == (fits and is_closed), document
 
 
 @needed
 def test_rollback_and_copies():
     grammar = Grammar.from_gbnf(TOKENIZER, 'root ::= "ab" ("c" | "d") "e"')
     grammar.accept(ids_of("a")[0])
-    other = grammar.copy()
+    copied = grammar.copy()
     for id in ids_of("bde"):
         grammar.accept(id)
-    assert grammar.over and grammar.complete and not other.over
+    assert grammar.over and grammar.complete and not copied.over
     grammar.rollback(2)
-    assert matches(grammar, "ce") and not matches(grammar, "e") and matches(other, "bce")
+    assert matches(grammar, "ce") and not matches(grammar, "e") and matches(copied, "bce")
 
 
 @needed
@@ -578,17 +586,24 @@ def test_the_command_writes_what_the_grammar_says(tmp_path):
     random_model(path, "llama")
     file = tmp_path / "g.gbnf"
     file.write_text('root ::= [a-e] [a-e] ("x" | "yy")')
-    how = {"prompt": "the", "temp": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "n_predict": 40}
-    seen = set()
+    options = {
+        "prompt": "the",
+        "temp": 3.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "n_predict": 40,
+    }
+    outputs = set()
     for seed in range(4):
-        done = generate(Generate(path, seed=seed, grammar_file=file, **how), Events())
-        seen.add(done.text.strip())
+        done = generate(Generate(path, seed=seed, grammar_file=file, **options), Events())
+        outputs.add(done.text.strip())
         assert (
             done.ended == "end"
             and len(done.text.strip()) in (3, 4)
             and set(done.text) <= set(" abcdexy")
         )
-    assert len(seen) > 1
+    assert len(outputs) > 1
     with pytest.raises(InputError, match="exclude each other"):
         generate(Generate(path, grammar="x", json_schema="{}"), Events())
     with pytest.raises(InputError, match=r"--grammar-file: .* does not exist"):

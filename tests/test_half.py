@@ -35,12 +35,12 @@ PRECISIONS = ("bf16", pytest.param("bf16x3", marks=AMX))
 def values(graph: pt.Graph, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     leaves = (leaf for leaf in graph.leaves if leaf.kind == "input")
-    given = {leaf.label: leaf.spec for leaf in leaves}
+    input_specs = {leaf.label: leaf.spec for leaf in leaves}
     return {
         name: rng.integers(0, 50, spec.shape).astype(np.int32)
         if spec.dtype == i32
         else rng.standard_normal(spec.shape).astype(np.float32)
-        for name, spec in given.items()
+        for name, spec in input_specs.items()
     }
 
 
@@ -58,46 +58,53 @@ def one_thread_gives(
 def both(outputs: dict[str, Tensor]) -> None:
     """Both backends give the same up to the order of sums; one thread gives what all give."""
     graph = pt.Graph(outputs)
-    given = values(graph)
-    ours, spec = (run(graph, given, (one,)) for one in (backends.cpu, backends.numpy))
+    inputs = values(graph)
+    ours, spec = (run(graph, inputs, (backend,)) for backend in (backends.cpu, backends.numpy))
     for name in outputs:
         scale = max(1.0, float(np.abs(spec[name]).max()))
         assert np.abs(ours[name] - spec[name]).max() <= 2e-5 * scale, name
-    one_thread_gives(ours, graph, given)
+    one_thread_gives(ours, graph, inputs)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_products_round_alike_on_both_backends(m: int, n: int, k: int, precision: str) -> None:
-    how = {"precision": precision}
+    options = {"precision": precision}
     x, w, dy = input("x", (m, k)), input("w", (n, k)), input("dy", (m, n))
-    both({"y": ops.matmul(x, w, input("acc", (m, n)), **how)})
-    both({"dx": ops.matmul(dy, ops.transpose(w), **how), "dw": ops.out_prod(dy, x, **how)})
+    both({"y": ops.matmul(x, w, input("acc", (m, n)), **options)})
+    both({"dx": ops.matmul(dy, ops.transpose(w), **options), "dw": ops.out_prod(dy, x, **options)})
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["q8_0", "q4_K", "q5_0"])
 def test_products_with_packed_weights_round_alike(name: str, precision: str) -> None:
-    how = {"precision": precision}
-    plain = np.random.default_rng(1).standard_normal((75, 768)).astype(np.float32)
-    w = constant("w", quantize(plain, BLOCK_TYPES[name]), BLOCK_TYPES[name])
-    both({"y": ops.matmul(input("x", (33, 768)), w, **how)})
-    both({"dx": ops.matmul_back(input("dy", (33, 75)), w, **how)})
+    options = {"precision": precision}
+    dense_weights = np.random.default_rng(1).standard_normal((75, 768)).astype(np.float32)
+    w = constant("w", quantize(dense_weights, BLOCK_TYPES[name]), BLOCK_TYPES[name])
+    both({"y": ops.matmul(input("x", (33, 768)), w, **options)})
+    both({"dx": ops.matmul_back(input("dy", (33, 75)), w, **options)})
 
 
 @pytest.mark.parametrize(
     ("precision", "bound"), [("bf16", 2**-8), pytest.param("bf16x3", 1e-5, marks=AMX)]
 )
 def test_the_head_rounds_alike(precision: str, bound: float) -> None:
-    how = {"precision": precision}
+    options = {"precision": precision}
     x, w = input("x", (70, 33)), input("w", (150, 33))
     targets, weights = input("targets", (70,), i32), input("weights", (70,))
-    loss, losses, right, dx, dw = ops.linear_cross_entropy(x, w, targets, weights, chunk=64, **how)
+    loss, losses, right, dx, dw = ops.linear_cross_entropy(
+        x, w, targets, weights, chunk=64, **options
+    )
     graph = pt.Graph({"loss": loss, "losses": losses, "right": right, "dx": dx, "dw": dw})
-    given = values(graph)
-    ours, spec = (run(graph, given, (one,)) for one in (backends.cpu, backends.numpy))
-    for name, want in spec.items():  # probabilities at the edge between two bf16 round either way
-        assert np.abs(ours[name] - want).max() <= bound * max(1.0, float(np.abs(want).max())), name
+    inputs = values(graph)
+    ours, spec = (run(graph, inputs, (backend,)) for backend in (backends.cpu, backends.numpy))
+    for (
+        name,
+        expected,
+    ) in spec.items():  # probabilities at the edge between two bf16 round either way
+        assert np.abs(ours[name] - expected).max() <= bound * max(
+            1.0, float(np.abs(expected).max())
+        ), name
 
 
 @pytest.mark.parametrize("c", [577, 680, 819, 1365, 2048])
@@ -105,13 +112,13 @@ def test_heads_whose_rows_do_not_fill_tiles(c: int) -> None:
     rng = np.random.default_rng(3)
     x, w = input("x", (64, c)), input("w", (6000, c))
     targets, weights = input("targets", (64,), i32), input("weights", (64,))
-    made = ops.linear_cross_entropy(x, w, targets, weights, chunk=64, softcap=2.5, **HOW)
-    graph = pt.Graph({str(i): one for i, one in enumerate(made)})
-    given = values(graph) | {"w": rng.standard_normal((6000, c)).astype(np.float32) / 16}
+    outputs = ops.linear_cross_entropy(x, w, targets, weights, chunk=64, softcap=2.5, **HOW)
+    graph = pt.Graph({str(i): one for i, one in enumerate(outputs)})
+    inputs = values(graph) | {"w": rng.standard_normal((6000, c)).astype(np.float32) / 16}
     # some of its logits are infinite before the cap
-    given["x"][0] = np.where(np.arange(c) < 1, 3e38, 0.0)
-    given["w"][7, 0] = 1e20
-    ours, spec = (run(graph, given, (one,)) for one in (backends.cpu, backends.numpy))
+    inputs["x"][0] = np.where(np.arange(c) < 1, 3e38, 0.0)
+    inputs["w"][7, 0] = 1e20
+    ours, spec = (run(graph, inputs, (one,)) for one in (backends.cpu, backends.numpy))
     assert np.allclose(ours["1"], spec["1"], atol=1e-4)
     for name in ("3", "4"):
         scale = float(np.nanmax(np.abs(spec[name])))
@@ -126,22 +133,24 @@ def test_a_head_of_several_slices_and_chunks(
 ) -> None:
     rng = np.random.default_rng(2)
     x, b, weights = input("x", (300, 256)), input("b", (v,)), input("weights", (300,))
-    plain = rng.standard_normal((v, 256)).astype(np.float32) / 8
-    w = input("w", plain.shape)
+    dense_weights = rng.standard_normal((v, 256)).astype(np.float32) / 8
+    w = input("w", dense_weights.shape)
     if dtype != "f32":
-        w = constant("w", quantize(plain, BLOCK_TYPES[dtype]), BLOCK_TYPES[dtype])
+        w = constant("w", quantize(dense_weights, BLOCK_TYPES[dtype]), BLOCK_TYPES[dtype])
     targets = input("targets", (300,), i32)
-    how = {"chunk": chunk, "softcap": softcap, "precision": "bf16"}
-    made = ops.linear_cross_entropy(x, w, targets, weights, b, **how)
-    graph = pt.Graph({str(i): one for i, one in enumerate(made)})
-    given = values(graph) | {"targets": rng.integers(-v // 4, v, 300).astype(np.int32)}
-    given |= {"w": plain} if dtype == "f32" else {}
-    ours, spec = (run(graph, given, (one,)) for one in (backends.cpu, backends.numpy))
-    for name, want in spec.items():
-        assert np.abs(ours[name] - want).max() <= 2**-8 * max(1.0, float(np.abs(want).max())), name
-        far = np.abs(ours[name] - want) > 1e-3 * float(np.abs(want).max())
-        assert far.mean() <= 0.01, name  # probabilities at the edge between two bf16
-    one_thread_gives(ours, graph, given)
+    options = {"chunk": chunk, "softcap": softcap, "precision": "bf16"}
+    outputs = ops.linear_cross_entropy(x, w, targets, weights, b, **options)
+    graph = pt.Graph({str(i): one for i, one in enumerate(outputs)})
+    inputs = values(graph) | {"targets": rng.integers(-v // 4, v, 300).astype(np.int32)}
+    inputs |= {"w": dense_weights} if dtype == "f32" else {}
+    ours, spec = (run(graph, inputs, (one,)) for one in (backends.cpu, backends.numpy))
+    for name, expected in spec.items():
+        assert np.abs(ours[name] - expected).max() <= 2**-8 * max(
+            1.0, float(np.abs(expected).max())
+        ), name
+        has_large_error = np.abs(ours[name] - expected) > 1e-3 * float(np.abs(expected).max())
+        assert has_large_error.mean() <= 0.01, name  # probabilities at the edge between two bf16
+    one_thread_gives(ours, graph, inputs)
 
 
 def test_rounding_is_to_even_and_keeps_what_is_not_finite() -> None:
@@ -188,10 +197,10 @@ def test_a_prompt_is_read_in_it_and_a_few_tokens_are_not(tmp_path: Path) -> None
     model = open_model(tmp_path / "m.gguf")
     half = replace(model, config=replace(model.config, precision="bf16"))
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, 128).tolist()
-    exact, rounded = (pt.Context(one, cells=160, cache="f32") for one in (model, half))
+    exact, rounded = (pt.Context(variant, cells=160, cache="f32") for variant in (model, half))
     a, b = exact.decode(ids), rounded.decode(ids)
-    off = np.abs(a - b).max() / np.abs(a).max()
-    assert 1e-5 < off < 0.03
+    relative_error = np.abs(a - b).max() / np.abs(a).max()
+    assert 1e-5 < relative_error < 0.03
     exact.remove(0), rounded.remove(0)
     assert np.array_equal(exact.decode(ids[:33]), rounded.decode(ids[:33]))
 
@@ -213,34 +222,36 @@ def test_without_the_instruction_the_commands_refuse_it(
         if task is Generate:
             generate(Generate(tmp_path / "m.gguf", prompt="a", precision=precision), Events())
         else:
-            given = {"data": tmp_path / "m.gguf", "precision": precision}
-            evaluate(Evaluate((tmp_path / "m.gguf",), **given), Events())
+            options = {"data": tmp_path / "m.gguf", "precision": precision}
+            evaluate(Evaluate((tmp_path / "m.gguf",), **options), Events())
 
 
 @AMX
 def test_bf16x3_is_nearly_f32() -> None:
     """Of a product and of the gradients of a loss; what bf16 loses is beside it."""
-    off = {}
+    errors = {}
     for precision in ("f32", "bf16x3", "bf16"):
-        how = {"precision": precision}
+        options = {"precision": precision}
         x, w, v = (
             pt.weight(n, s) for n, s in (("x", (70, 515)), ("w", (129, 515)), ("v", (300, 129)))
         )
         targets, weights = input("targets", (70,), i32), input("weights", (70,))
-        y = ops.matmul(x, w, **how)
-        loss = ops.linear_cross_entropy(y, v, targets, weights, chunk=64, **how)[0]
-        found = {"y": y} | {str(t.label): g for t, g in pt.differentiate(loss, [x, w, v]).items()}
-        graph = pt.Graph(found)
+        y = ops.matmul(x, w, **options)
+        loss = ops.linear_cross_entropy(y, v, targets, weights, chunk=64, **options)[0]
+        outputs = {"y": y} | {str(t.label): g for t, g in pt.differentiate(loss, [x, w, v]).items()}
+        graph = pt.Graph(outputs)
         rng = np.random.default_rng(0)
-        given = values(graph) | {
+        inputs = values(graph) | {
             t.label: rng.standard_normal(t.shape).astype(np.float32)
             / np.float32(np.sqrt(t.shape[1]))
             for t in (x, w, v)
         }
-        ours, want = run(graph, given, (backends.cpu,)), interpret(graph, given)
-        off[precision] = [np.linalg.norm(ours[n] - want[n]) / np.linalg.norm(want[n]) for n in want]
-    assert max(off["f32"]) < 2e-6 and max(off["bf16x3"]) < 2e-5
-    assert min(off["bf16"]) > 1e-3
+        ours, expected = run(graph, inputs, (backends.cpu,)), interpret(graph, inputs)
+        errors[precision] = [
+            np.linalg.norm(ours[n] - expected[n]) / np.linalg.norm(expected[n]) for n in expected
+        ]
+    assert max(errors["f32"]) < 2e-6 and max(errors["bf16x3"]) < 2e-5
+    assert min(errors["bf16"]) > 1e-3
 
 
 @AMX
@@ -249,6 +260,6 @@ def test_steps_in_bf16x3_follow_f32() -> None:
     for precision in ("f32", "bf16x3", "bf16"):
         training = of_preset("1m", precision)
         losses[precision] = np.array([training.step() for _ in range(6)])
-    off = {name: np.abs(loss - losses["f32"]).max() for name, loss in losses.items()}
+    max_errors = {name: np.abs(loss - losses["f32"]).max() for name, loss in losses.items()}
     assert losses["f32"][-1] < losses["f32"][0] - 0.05
-    assert off["bf16x3"] < 2e-5 < off["bf16"] < 0.05
+    assert max_errors["bf16x3"] < 2e-5 < max_errors["bf16"] < 0.05

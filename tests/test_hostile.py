@@ -35,8 +35,8 @@ def put(key: str, kind: str, value: object) -> Change:
     """The key has this value, whether it was there or not."""
 
     def change(draft: Draft) -> None:
-        others = [pair for pair in draft.pairs if pair[0] != key.encode()]
-        draft.pairs = [*others, (key.encode(), encoded(kind, value))]
+        other_pairs = [pair for pair in draft.pairs if pair[0] != key.encode()]
+        draft.pairs = [*other_pairs, (key.encode(), encoded(kind, value))]
 
     return change
 
@@ -52,7 +52,7 @@ def tensor(name: str, /, **to: object) -> Change:
     """The tensor of this name has another name, shape, number (of its type) or offset; None takes it away."""
 
     def change(draft: Draft) -> None:
-        i = next(i for i, one in enumerate(draft.tensors) if one[0] == name.encode())
+        i = next(i for i, entry in enumerate(draft.tensors) if entry[0] == name.encode())
         fields = (
             dict(zip(("name", "shape", "number", "offset"), draft.tensors[i], strict=True)) | to
         )
@@ -159,22 +159,22 @@ def outcomes(
     drafts: list[Draft], use: Callable[[Path], None], seeds: range, path: Path, room: int
 ) -> Counter[str]:
     """How many there were of each; raises Fault, with the seed, at the first that must not be."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for seed in seeds:
         path.write_bytes(hostile(drafts[seed % len(drafts)], seed))
         try:
             with limits(room):
-                found[judged(use, path)] += 1
+                counts[judged(use, path)] += 1
         except Fault as fault:
             raise Fault(f"seed {seed}: {fault}") from fault
-    return found
+    return counts
 
 
 def test_changed_headers_are_used_or_refused(tmp_path: Path) -> None:
     draft = header_draft(tmp_path)
     path = tmp_path / "hostile.gguf"
-    found = outcomes([draft], use_header, range(500), path, 32 * MIB)
-    assert found["used"] > 100 and found["GGUFError"] > 100, found
+    counts = outcomes([draft], use_header, range(500), path, 32 * MIB)
+    assert counts["used"] > 100 and counts["GGUFError"] > 100, counts
 
 
 def test_changed_models_are_used_or_refused(tmp_path: Path) -> None:
@@ -182,16 +182,16 @@ def test_changed_models_are_used_or_refused(tmp_path: Path) -> None:
     for draft in drafts:  # loads the kernels, which need memory of their own
         path.write_bytes(draft.encode())
         use_file(path)
-    found = outcomes(drafts, use_file, range(120), path, 256 * MIB)
-    assert found["used"] > 5 and found["InputError"] > 20 and found["GGUFError"] > 20, found
+    counts = outcomes(drafts, use_file, range(120), path, 256 * MIB)
+    assert counts["used"] > 5 and counts["InputError"] > 20 and counts["GGUFError"] > 20, counts
 
 
 def test_changed_adapters_are_used_or_refused(tmp_path: Path) -> None:
     draft, path = adapter_draft(tmp_path), tmp_path / "hostile.gguf"
     path.write_bytes(draft.encode())
     read_adapter(path)  # loads the kernels, which need memory of their own
-    found = outcomes([draft], read_adapter, range(500), path, 256 * MIB)
-    assert found["used"] > 50 and found["InputError"] > 50 and found["GGUFError"] > 50, found
+    counts = outcomes([draft], read_adapter, range(500), path, 256 * MIB)
+    assert counts["used"] > 50 and counts["InputError"] > 50 and counts["GGUFError"] > 50, counts
 
 
 @pytest.mark.parametrize(

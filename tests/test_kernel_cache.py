@@ -41,7 +41,7 @@ def clean() -> Iterator[None]:
 
 def test_the_list_of_modules_says_what_each_imports():
     files = {file.stem: ast.parse(file.read_text()) for file in store.FOLDER.glob("*.py")}
-    others = {
+    excluded = {
         "__init__",
         "__main__",
         "ahead",
@@ -52,11 +52,11 @@ def test_the_list_of_modules_says_what_each_imports():
         "runtime",
         "store",
     }
-    assert files.keys() - others == store.MADE_OF.keys()
+    assert files.keys() - excluded == store.MADE_OF.keys()
     for name, listed in store.MADE_OF.items():
         nodes = [node for node in ast.walk(files[name]) if isinstance(node, ast.ImportFrom)]
-        told = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
-        parts = {one.removeprefix("packtrain.kernels.").split(".")[0] for one in told}
+        imports = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+        parts = {module.removeprefix("packtrain.kernels.").split(".")[0] for module in imports}
         assert parts & store.MADE_OF.keys() == set(listed.split()), name
 
 
@@ -81,17 +81,21 @@ def test_a_change_reaches_all_that_contains_it(
     tmp_path: Path,
 ):
     names = store.modules()
-    before = {name: store.fingerprint(name) for name in names}
+    old_fingerprints = {name: store.fingerprint(name) for name in names}
     for name in names:
         (tmp_path / f"{name}.py").write_text((store.FOLDER / f"{name}.py").read_text())
     monkeypatch.setattr(store, "FOLDER", tmp_path)
-    assert {name: store.fingerprint(name) for name in names} == before  # a copy is the same
+    assert {
+        name: store.fingerprint(name) for name in names
+    } == old_fingerprints  # a copy is the same
     with open(tmp_path / f"{changed}.py", "a") as file:
         file.write("# another version\n")
-    after = {name: store.fingerprint(name) for name in names}
-    assert {name for name in before if before[name] != after[name]} >= again
+    new_fingerprints = {name: store.fingerprint(name) for name in names}
+    assert {
+        name for name in old_fingerprints if old_fingerprints[name] != new_fingerprints[name]
+    } >= again
     if changed != "simd":
-        assert after["norm"] == before["norm"]
+        assert new_fingerprints["norm"] == old_fingerprints["norm"]
 
 
 def test_one_process_compiles_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -132,8 +136,8 @@ def used(cache: Path, temporary: Path, tree: Path = store.FOLDER.parents[1]) -> 
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with what `softmax` needs, compiled by a child."""
     cache = tmp_path_factory.mktemp("filled")
-    where, said = used(cache, cache)
-    assert where == str(cache / "packtrain/kernels")
+    location, said = used(cache, cache)
+    assert location == str(cache / "packtrain/kernels")
     assert f"compiling {len(store.needed('softmax'))} kernel modules" in said
     return cache
 
@@ -143,9 +147,9 @@ def everything(folder: Path) -> dict[Path, int]:
 
 
 def test_a_complete_cache_is_only_read(filled: Path, tmp_path: Path):
-    before = everything(filled)
+    snapshot = everything(filled)
     assert used(filled, tmp_path) == (str(filled / "packtrain/kernels"), "")
-    assert everything(filled) == before
+    assert everything(filled) == snapshot
     assert not any(tmp_path.iterdir())
 
 
@@ -282,8 +286,8 @@ def test_damaged_machine_code_is_compiled_again(
     folder = tmp_path / "packtrain/kernels"
     code = folder / store.folder_name("softmax") / machine.FILE
     damage(code)
-    where, said = used(tmp_path, tmp_path)
-    assert where == str(folder) and said.count("compiling 1 kernel modules") == 1
+    location, said = used(tmp_path, tmp_path)
+    assert location == str(folder) and said.count("compiling 1 kernel modules") == 1
     assert f"{code.parent} is damaged" in said
     assert used(tmp_path, tmp_path) == (str(folder), "")
 
@@ -295,8 +299,8 @@ def test_a_damaged_cache_of_numba_is_compiled_again(filled: Path, tmp_path: Path
     shutil.rmtree(folder / store.folder_name("softmax"))
     for file in (folder / store.folder_name("simd")).glob("*.nb?"):
         cut(file)
-    where, said = used(tmp_path, tmp_path)
-    assert where == str(folder) and "failed" not in said
+    location, said = used(tmp_path, tmp_path)
+    assert location == str(folder) and "failed" not in said
 
 
 @pytest.mark.parametrize("text", ["5", "{}", '{"simd": "../../x"}', "\xff", "[" * 10**5])
@@ -304,13 +308,13 @@ def test_damaged_fingerprints_are_made_again(
     text: str, clean: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     name = store.kept_name()
-    want = {one: store.fingerprint(one) for one in store.MADE_OF}
+    expected = {module: store.fingerprint(module) for module in store.MADE_OF}
     monkeypatch.setattr(store, "roots", lambda: [tmp_path])
     (tmp_path / name).write_bytes(text.encode("latin-1"))
-    assert store.kept() == {} and store.folder_name("simd") == f"simd-{want['simd']}"
+    assert store.kept() == {} and store.folder_name("simd") == f"simd-{expected['simd']}"
     store.keep()
     store.kept.cache_clear()
-    assert store.kept() == want
+    assert store.kept() == expected
 
 
 def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp_path: Path):
@@ -319,9 +323,9 @@ def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp
     shutil.copytree(store.FOLDER.parent, tree / "packtrain", ignore=ignored)
     for file in tree.rglob("*.py"):
         os.utime(file, (1, 1))
-    before = everything(filled)
+    snapshot = everything(filled)
     assert used(filled, tmp_path, tree) == (str(filled / "packtrain/kernels"), "")
-    assert everything(filled) == before
+    assert everything(filled) == snapshot
 
 
 def test_what_is_missing_of_a_cache_that_cannot_be_written_goes_to_a_folder_of_the_user(
@@ -329,16 +333,18 @@ def test_what_is_missing_of_a_cache_that_cannot_be_written_goes_to_a_folder_of_t
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(filled))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    usual = filled / "packtrain/kernels"
-    monkeypatch.setattr(store, "refusal", lambda root: "read-only" if root == usual else None)
-    asked: list[list[str]] = []
-    monkeypatch.setattr(ahead, "_compile", lambda names, way: asked.append(names))
+    default_folder = filled / "packtrain/kernels"
+    monkeypatch.setattr(
+        store, "refusal", lambda root: "read-only" if root == default_folder else None
+    )
+    requests: list[list[str]] = []
+    monkeypatch.setattr(ahead, "_compile", lambda names, way: requests.append(names))
     (tmp_path / f"packtrain-{os.getuid()}/kernels").mkdir(parents=True, mode=0o700)
     (tmp_path / f"packtrain-{os.getuid()}").chmod(0o700)
-    assert ahead.prepare(SMALL) == 0 and asked == []
-    assert ahead.prepare(("norm",)) == 1 and asked == [["norm"]]
+    assert ahead.prepare(SMALL) == 0 and requests == []
+    assert ahead.prepare(("norm",)) == 1 and requests == [["norm"]]
     assert store.target() == tmp_path / f"packtrain-{os.getuid()}/kernels"
-    assert store.folder_of("simd").parent == usual
+    assert store.folder_of("simd").parent == default_folder
     assert store.folder_of("norm").parent == store.target()
 
 
@@ -386,8 +392,8 @@ def test_a_complete_cache_that_is_read_only_is_used_by_a_command(tmp_path: Path)
     for name in set[str]().union(*map(store.needed, kernels.WRITING)):
         folder = store.folder_of(name)
         shutil.copytree(folder, cache / "packtrain/kernels" / folder.name)
-    before = everything(cache)
-    for path in (cache, *before):
+    snapshot = everything(cache)
+    for path in (cache, *snapshot):
         path.chmod(path.stat().st_mode & ~0o222)
     values = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
     try:
@@ -397,9 +403,9 @@ def test_a_complete_cache_that_is_read_only_is_used_by_a_command(tmp_path: Path)
         done = subprocess.run(command, env=variables() | values, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout, done.stderr
         assert "compil" not in done.stderr and "cannot write" not in done.stderr
-        assert everything(cache) == before and not any(temporary.iterdir())
+        assert everything(cache) == snapshot and not any(temporary.iterdir())
     finally:
-        for path in (cache, *before):
+        for path in (cache, *snapshot):
             path.chmod(path.stat().st_mode | 0o200)
 
 

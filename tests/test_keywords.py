@@ -42,12 +42,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     template = {"tokenizer.chat_template": Value("string", TEMPLATE)}
     save(folder / "base.gguf", replace(CONFIG, context_length=64), extra=template)
     (folder / "chats.jsonl").write_text('{"prompt": "a b", "completion": "b a"}\n' * 40)
-    out = folder / "out.gguf"
+    output_path = folder / "out.gguf"
     model, data = folder / "base.gguf", folder / "chats.jsonl"
     (folder / "notes.txt").write_text("the cat sees the dog.\n" * 400)
-    tuning = {"model": model, "data": data, "output": out}
+    tuning = {"model": model, "data": data, "output": output_path}
     return {
-        "train": {"data": folder / "notes.txt", "output": out, **SMALL},
+        "train": {"data": folder / "notes.txt", "output": output_path, **SMALL},
         "finetune": tuning,
         "evaluate": {"model": model, "data": data},
         "compare": {"model": [model, model], "data": data},
@@ -55,8 +55,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "generate": {"model": model, "prompt": "a", "n_predict": 1},
         "chat": {"model": model},
         "embed": {"model": model, "texts": ["a"]},
-        "quantize": {"model": model, "output": out, "type": "Q8_0"},
-        "merge": {"model": model, "adapters": folder / "none.gguf", "output": out},
+        "quantize": {"model": model, "output": output_path, "type": "Q8_0"},
+        "merge": {"model": model, "adapters": folder / "none.gguf", "output": output_path},
     }
 
 
@@ -64,8 +64,8 @@ def call(name: str, given: dict[str, Any]) -> Any:
     """Of training the plan: what is wrong shows there."""
     if name in ("train", "finetune"):
         task = getattr(pt, name)
-        first = [given.pop(one) for one in ("model", "data") if one in given]
-        return pt.plan(task, *first, **given)
+        positional = [given.pop(key) for key in ("model", "data") if key in given]
+        return pt.plan(task, *positional, **given)
     return getattr(pt, name)(**given)
 
 
@@ -182,25 +182,26 @@ def sentences() -> Iterator[tuple[Path, str]]:
         if part in ("cli", "devtools", "distributed", "serving"):
             continue
         tree = ast.parse(path.read_text())
-        passed = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        excluded_ids = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
-                passed |= {id(one) for one in ast.walk(node)}
+                excluded_ids |= {id(part_node) for part_node in ast.walk(node)}
                 parts = (
-                    str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values
+                    str(part_node.value) if isinstance(part_node, ast.Constant) else "X"
+                    for part_node in node.values
                 )
                 yield path.relative_to(ROOT), "".join(parts)
-            elif isinstance(node, ast.Constant) and id(node) not in passed:
+            elif isinstance(node, ast.Constant) and id(node) not in excluded_ids:
                 yield path.relative_to(ROOT), str(node.value)
 
 
 def test_each_flag_in_a_sentence_is_a_keyword() -> None:
-    known = {field.name for name in COMMANDS for field in options(_settings(name))} | {"config"}
+    keywords = {field.name for name in COMMANDS for field in options(_settings(name))} | {"config"}
     wrong = []
     for path, text in sentences():
         for match in SHELL_OR_FLAG.finditer("" if ALIASES.fullmatch(text) else text):
             name = match["name"]
-            if name and name.replace("-", "_") not in known | OF_OTHERS:
+            if name and name.replace("-", "_") not in keywords | OF_OTHERS:
                 wrong.append(f"{path}: --{name} in {text!r}")
     assert not wrong, "\n".join(wrong)
 
@@ -212,5 +213,5 @@ def test_shell_commands_stay_as_they_are() -> None:
         "make a GGUF file of it: packtrain convert x --base BASE.gguf -o x.gguf",
     ):
         assert keyworded(text) == text
-    both = "run `packtrain compile --jobs 2` first, or give --memory 128MiB"
-    assert keyworded(both) == "run `packtrain compile --jobs 2` first, or give memory 128MiB"
+    sentence = "run `packtrain compile --jobs 2` first, or give --memory 128MiB"
+    assert keyworded(sentence) == "run `packtrain compile --jobs 2` first, or give memory 128MiB"

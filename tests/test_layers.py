@@ -112,8 +112,8 @@ def test_nothing_is_imported_late():
     for module, path, tree in sources():
         tried = [node for part in tree.body if isinstance(part, ast.Try) for node in part.body]
         top = {id(node) for node in (*tree.body, *tried)}  # tried: what not every system has
-        late = [node.lineno for node, _ in imported(tree) if id(node) not in top]
-        wrong += [f"{path}:{number}: a late import" for number in late if module not in LATE]
+        late_lines = [node.lineno for node, _ in imported(tree) if id(node) not in top]
+        wrong += [f"{path}:{number}: a late import" for number in late_lines if module not in LATE]
     assert wrong == []
 
 
@@ -141,7 +141,7 @@ def test_importing_is_light(tmp_path):
         "print(time.thread_time() - there, there - began, *{'torch', 'numba', 'llvmlite'} & set(sys.modules))"
     )
     # compiled to bytecode by the first run, also where Python is told not to keep any
-    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    bytecode_env = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     took = []
     for _ in range(8):
         said = subprocess.run(
@@ -150,7 +150,7 @@ def test_importing_is_light(tmp_path):
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, **kept},
+            env={**os.environ, **bytecode_env},
         ).stdout.split()
         assert said[2:] == [], f"import packtrain loads {said[2:]}"
         took.append([*map(float, said[:2])])
@@ -167,9 +167,11 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if not name.startswith("packtrain")
         for alias in node.names
     }
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and is_own(n.value)}
-    own |= {
+    defined_names = {
+        node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    defined_names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and is_own(n.value)}
+    defined_names |= {
         n.target.id
         for n in nodes
         if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
@@ -181,7 +183,11 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for n in nodes:
         if isinstance(n, ast.Attribute) and n.attr.startswith("_") and not n.attr.startswith("__"):
             root = ast.unparse(n).partition(".")[0]
-            if not is_own(n.value) and n.attr not in own | NUMBAS | TORCHS and root not in outside:
+            if (
+                not is_own(n.value)
+                and n.attr not in defined_names | NUMBAS | TORCHS
+                and root not in outside
+            ):
                 yield n.lineno, ast.unparse(n)
 
 
@@ -191,7 +197,9 @@ def is_own(node: ast.expr) -> bool:
 
 def test_no_module_uses_another_s_private_names():
     wrong = [
-        f"{path}:{n}: {what}" for _, path, tree in sources() for n, what in private_names(tree)
+        f"{path}:{n}: {private_name}"
+        for _, path, tree in sources()
+        for n, private_name in private_names(tree)
     ]
     assert wrong == []
 
@@ -207,5 +215,5 @@ def test_private_names_are_seen():
         "from packtrain.engine.graph import _reachable\nimport packtrain.engine.autodiff as g\n"
         "g._check\nobject._hidden\nself._own"
     )
-    found = [what for _, what in private_names(ast.parse(code))]
-    assert found == ["packtrain.engine.graph._reachable", "g._check", "object._hidden"]
+    reported = [private_name for _, private_name in private_names(ast.parse(code))]
+    assert reported == ["packtrain.engine.graph._reachable", "g._check", "object._hidden"]

@@ -127,11 +127,11 @@ def reference(
             loss, slope = value(x - length * q)
             return Point(length, loss, float(-slope @ q))
 
-        point, why = search.along(Point(0.0, loss, float(-g @ q)), first, at)
-        assert why is None
-        then = x - point.length * q
-        pairs = [*pairs, (then - x, value(then)[1] - g)][-history:]
-        x = then
+        point, failure = search.along(Point(0.0, loss, float(-g @ q)), first, at)
+        assert failure is None
+        next_x = x - point.length * q
+        pairs = [*pairs, (next_x - x, value(next_x)[1] - g)][-history:]
+        x = next_x
         path.append(x)
     return path
 
@@ -144,24 +144,26 @@ def reference(
 def test_the_path_is_the_rule(name: str, condition: str) -> None:
     """The first steps, more than the history holds, against vectors and two loops in float64."""
     loss, start, value = FUNCTIONS[name]()
-    made = Descent(loss, start, history=3, line_search=condition)
+    descent = Descent(loss, start, history=3, line_search=condition)
     x = np.concatenate([v.ravel() for v in start.values()]).astype(np.float64)
-    assert np.array_equal(made.x, x)
-    for wanted in reference(value, x, 8, 3, Search(condition)):
-        np.testing.assert_allclose(made.step(), wanted, rtol=2e-3, atol=2e-4)
+    assert np.array_equal(descent.x, x)
+    for expected in reference(value, x, 8, 3, Search(condition)):
+        np.testing.assert_allclose(descent.step(), expected, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("condition", LINE_SEARCHES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_finds_the_minimum(name: str, condition: str) -> None:
     loss, start, value = FUNCTIONS[name]()
-    made = Descent(loss, start, line_search=condition)
+    descent = Descent(loss, start, line_search=condition)
     for _ in range(60):
-        made.step()
-    np.testing.assert_allclose(made.x, np.ones_like(made.x), atol=2e-3)
-    assert value(made.x.astype(np.float64))[0] < 1e-7 * made.losses[0]
-    going = [a > b for a, b in zip(made.losses, made.losses[1:], strict=False) if b > 1e-6]
-    assert len(going) > 8 and all(going)
+        descent.step()
+    np.testing.assert_allclose(descent.x, np.ones_like(descent.x), atol=2e-3)
+    assert value(descent.x.astype(np.float64))[0] < 1e-7 * descent.losses[0]
+    decreases = [
+        a > b for a, b in zip(descent.losses, descent.losses[1:], strict=False) if b > 1e-6
+    ]
+    assert len(decreases) > 8 and all(decreases)
 
 
 @pytest.mark.torch
@@ -177,16 +179,16 @@ def test_pytorch_finds_the_same_with_as_many_evaluations(name: str) -> None:
     def closure() -> float:
         nonlocal count
         count += 1
-        found, slope = value(x.detach().numpy())
+        loss_value, slope = value(x.detach().numpy())
         x.grad = torch.tensor(slope)
-        return found
+        return loss_value
 
     torch.optim.LBFGS([x], max_iter=60, history_size=6, line_search_fn="strong_wolfe").step(closure)
-    made = Descent(loss, start)
-    while value(made.x.astype(np.float64))[0] > 1e-6 and made.number < 60:
-        made.step()
-    np.testing.assert_allclose(made.x, x.detach().numpy(), atol=2e-3)
-    assert made.evaluations <= count
+    descent = Descent(loss, start)
+    while value(descent.x.astype(np.float64))[0] > 1e-6 and descent.number < 60:
+        descent.step()
+    np.testing.assert_allclose(descent.x, x.detach().numpy(), atol=2e-3)
+    assert descent.evaluations <= count
 
 
 def test_products_alone_give_the_direction() -> None:
@@ -194,11 +196,11 @@ def test_products_alone_give_the_direction() -> None:
     rng = np.random.default_rng(2)
     m, n, order = 4, 30, [2, 1, 0, 3]
     g, s = rng.standard_normal(n), rng.standard_normal((m, n))
-    curved = np.diag(rng.uniform(1, 9, n))
-    y = s @ curved
+    hessian = np.diag(rng.uniform(1, 9, n))
+    y = s @ hessian
     y[1] *= -1  # a pair without curvature does not count
     every = np.concatenate([g[None], s, y])
-    found = direction(every @ np.concatenate([g[None], y]).T, order) @ every
+    step_direction = direction(every @ np.concatenate([g[None], y]).T, order) @ every
     q, shares = g.copy(), {}
     for i in (2, 0, 3):
         shares[i] = s[i] @ q / (s[i] @ y[i])
@@ -206,7 +208,7 @@ def test_products_alone_give_the_direction() -> None:
     q *= s[2] @ y[2] / (y[2] @ y[2])
     for i in (3, 0, 2):
         q += (shares[i] - y[i] @ q / (s[i] @ y[i])) * s[i]
-    np.testing.assert_allclose(found, -q, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(step_direction, -q, rtol=1e-9, atol=1e-12)
 
 
 # ---- line searches -----------------------------------------------------------------------------------------------
@@ -235,19 +237,26 @@ def test_an_accepted_point_fulfils_the_condition(name: str, condition: str, firs
         return tried[-1]
 
     start = Point(0.0, *line(0.0))
-    found, why = Search(condition, armijo, wolfe, trials=40).along(start, first, at)
-    assert why is None and found is tried[-1] and len(tried) <= 20
-    assert found.loss <= start.loss + armijo * found.length * start.slope < start.loss
+    accepted, failure = Search(condition, armijo, wolfe, trials=40).along(start, first, at)
+    assert failure is None and accepted is tried[-1] and len(tried) <= 20
+    assert accepted.loss <= start.loss + armijo * accepted.length * start.slope < start.loss
     if condition != "armijo":
-        assert found.slope >= wolfe * start.slope
+        assert accepted.slope >= wolfe * start.slope
     if condition == STRONG:
-        assert abs(found.slope) <= wolfe * abs(start.slope)
+        assert abs(accepted.slope) <= wolfe * abs(start.slope)
 
 
 def test_a_search_that_fails_returns_the_best_point_and_says_why() -> None:
     start = Point(0.0, 1.0, -1.0)
-    found, why = Search(STRONG, trials=5).along(start, 1.0, lambda t: Point(t, 1.0 + t, 1.0))
-    assert found is start and why and "none of 5 lengths" in why and "flat enough" in why
+    best_point, failure = Search(STRONG, trials=5).along(
+        start, 1.0, lambda t: Point(t, 1.0 + t, 1.0)
+    )
+    assert (
+        best_point is start
+        and failure
+        and "none of 5 lengths" in failure
+        and "flat enough" in failure
+    )
     falling = Search(STRONG, trials=5, most=50.0).along(start, 1.0, lambda t: Point(t, 1 - t, -1.0))
     assert falling[0].length == 10.0 and falling[1] and "is left" in falling[1]
     shrinking = Search("armijo", trials=99, least=1e-3).along(
@@ -259,24 +268,26 @@ def test_a_search_that_fails_returns_the_best_point_and_says_why() -> None:
 def test_after_a_search_that_failed_the_weights_are_at_the_best_point() -> None:
     """One trial is too few for a Wolfe condition this strict; and where no trial is better, they are at the start."""
     loss, start, value = rosenbrock()
-    made = Descent(loss, start, trials=2, wolfe=0.1)
-    x = made.x
+    descent = Descent(loss, start, trials=2, wolfe=0.1)
+    x = descent.x
     for _ in range(8):
-        then = made.step()
-        assert value(then.astype(np.float64))[0] <= value(x.astype(np.float64))[0] * (1 + 1e-6)
-        x = then
-    failed = [note for note in made.notes if note]
+        next_x = descent.step()
+        assert value(next_x.astype(np.float64))[0] <= value(x.astype(np.float64))[0] * (1 + 1e-6)
+        x = next_x
+    failed = [note for note in descent.notes if note]
     assert failed and all("the weights are at the best one" in note for note in failed)
     wall = ops.sum(ops.log(weight("x", (1,))))  # not finite beyond 0
-    there = Descent(wall, {"x": np.array([1e-3], "f")}, trials=1)
-    assert there.step(1.0) == np.float32(1e-3) and "none of 1 lengths" in there.notes[0]
-    assert not there.session.get("s/x").any() and not there.session.get("y/x").any()
+    wall_descent = Descent(wall, {"x": np.array([1e-3], "f")}, trials=1)
+    assert (
+        wall_descent.step(1.0) == np.float32(1e-3) and "none of 1 lengths" in wall_descent.notes[0]
+    )
+    assert not wall_descent.session.get("s/x").any() and not wall_descent.session.get("y/x").any()
 
 
 def test_at_the_minimum_nothing_moves() -> None:
     loss, _, _ = rosenbrock()
-    made = Descent(loss, {"x": np.array([1.0], "f"), "y": np.array([1.0], "f")})
-    assert made.step().tolist() == [1.0, 1.0] and made.evaluations == 1
+    descent = Descent(loss, {"x": np.array([1.0], "f"), "y": np.array([1.0], "f")})
+    assert descent.step().tolist() == [1.0, 1.0] and descent.evaluations == 1
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
@@ -284,63 +295,70 @@ def test_at_the_minimum_nothing_moves() -> None:
 
 def engine(micros: int = 1, **settings) -> tuple[Engine, list[dict[str, np.ndarray]]]:
     optimizer = LBFGS(**settings)
-    made = Engine(
+    lbfgs_engine = Engine(
         make_plans(StepShape(CONFIG, 4 // micros, 16, micros, evaluations=2), optimizer), optimizer
     )
-    made.session.set(values(CONFIG))
-    whole = batch(CONFIG, 4, 16) | {"weights": np.ones((4, 16), np.float32)}
+    lbfgs_engine.session.set(values(CONFIG))
+    full_batch = batch(CONFIG, 4, 16) | {"weights": np.ones((4, 16), np.float32)}
     parts = range(0, 4, 4 // micros)
-    return made, [{n: x[at : at + 4 // micros] for n, x in whole.items()} for at in parts]
+    return lbfgs_engine, [
+        {n: x[at : at + 4 // micros] for n, x in full_batch.items()} for at in parts
+    ]
 
 
 @pytest.mark.parametrize("micros", [1, 2])
 def test_a_start_that_is_known_is_not_evaluated_again(micros: int) -> None:
     """With the same bits as when it is; a batch that differs is evaluated at its start."""
-    (made, micro), (again, _) = engine(micros), engine(micros)
+    (cached_engine, micro), (fresh_engine, _) = engine(micros), engine(micros)
     counts = []
     for t in range(1, 5):
-        made.step(micro, t, 1.0)
-        counts.append(made.before.evaluations)
-        again.before = None
-        again.step(micro, t, 1.0)
-        assert again.before.evaluations == counts[-1] + (t > 1)
-    names = made.plans.leaves
-    found, wanted = ({n: e.session.get(n) for n in names} for e in (made, again))
-    assert same_bits(found, wanted) and min(counts) == 1
-    other = [{**one, "tokens": one["tokens"][::-1].copy()} for one in micro]
-    made.step(other, 5, 1.0)
-    assert made.before.last is None
+        cached_engine.step(micro, t, 1.0)
+        counts.append(cached_engine.before.evaluations)
+        fresh_engine.before = None
+        fresh_engine.step(micro, t, 1.0)
+        assert fresh_engine.before.evaluations == counts[-1] + (t > 1)
+    names = cached_engine.plans.leaves
+    weights, expected = (
+        {n: e.session.get(n) for n in names} for e in (cached_engine, fresh_engine)
+    )
+    assert same_bits(weights, expected) and min(counts) == 1
+    other = [{**micro_batch, "tokens": micro_batch["tokens"][::-1].copy()} for micro_batch in micro]
+    cached_engine.step(other, 5, 1.0)
+    assert cached_engine.before.last is None
 
 
 def test_its_state_is_counted_saved_and_enough_to_go_on() -> None:
-    made, micro = engine(history=4)
-    plain = make_plans(StepShape(CONFIG, 4, 16), AdamW())
-    assert made.plans.state_nbytes == 4 * plain.state_nbytes
-    assert made.plans.gradient_nbytes == 2 * plain.weight_nbytes  # sums, and the direction
+    trained, micro = engine(history=4)
+    adamw_plans = make_plans(StepShape(CONFIG, 4, 16), AdamW())
+    assert trained.plans.state_nbytes == 4 * adamw_plans.state_nbytes
+    assert trained.plans.gradient_nbytes == 2 * adamw_plans.weight_nbytes  # sums, and the direction
     for t in range(1, 8):
-        made.step(micro, t, 1.0)
+        trained.step(micro, t, 1.0)
     resumed, _ = engine(history=4)
-    resumed.session.set({n: made.session.get(n) for n in made.plans.saved})
-    for one in (made, resumed):
-        one.step(micro, 8, 1.0)
-    names = made.plans.saved
-    assert same_bits(*({n: e.session.get(n) for n in names} for e in (made, resumed)))
+    resumed.session.set({n: trained.session.get(n) for n in trained.plans.saved})
+    for lbfgs_engine in (trained, resumed):
+        lbfgs_engine.step(micro, 8, 1.0)
+    names = trained.plans.saved
+    assert same_bits(*({n: e.session.get(n) for n in names} for e in (trained, resumed)))
 
 
 def test_a_bad_start_is_skipped_and_its_pairs_forgotten() -> None:
-    made, micro = engine()
+    lbfgs_engine, micro = engine()
     for t in (1, 2):
-        made.step(micro, t, 1.0)
-    good = {n: made.session.get(n) for n in made.plans.trained}
+        lbfgs_engine.step(micro, t, 1.0)
+    good = {n: lbfgs_engine.session.get(n) for n in lbfgs_engine.plans.trained}
     huge = good | {"output_norm.weight": np.full(CONFIG.embedding_length, 3e38, np.float32)}
-    made.session.set(huge)
-    made.before = None
-    assert made.step(micro, 3, 1.0).bad is not None
-    assert same_bits({n: made.session.get(n) for n in huge}, huge)
-    assert not any(made.session.get(f"s/{n}").any() for n in huge)
-    made.session.set(good)
-    made.before = None
-    assert made.step(micro, 4, 1.0).bad is None and made.step(micro, 5, 1.0).bad is None
+    lbfgs_engine.session.set(huge)
+    lbfgs_engine.before = None
+    assert lbfgs_engine.step(micro, 3, 1.0).bad is not None
+    assert same_bits({n: lbfgs_engine.session.get(n) for n in huge}, huge)
+    assert not any(lbfgs_engine.session.get(f"s/{n}").any() for n in huge)
+    lbfgs_engine.session.set(good)
+    lbfgs_engine.before = None
+    assert (
+        lbfgs_engine.step(micro, 4, 1.0).bad is None
+        and lbfgs_engine.step(micro, 5, 1.0).bad is None
+    )
 
 
 def test_it_is_no_part_of_a_graph_of_one_pass() -> None:
@@ -391,7 +409,7 @@ def test_finetune_resumes_bit_for_bit(kind: str, tmp_path: Path, capsys, monkeyp
     for name in saved[0].entries:
         assert saved[0].array(name).tobytes() == saved[1].array(name).tobytes(), name
     records = Path("whole.run/metrics.jsonl").read_text().splitlines()
-    losses = [found["loss"] for found in map(json.loads, records) if "loss" in found]
+    losses = [record["loss"] for record in map(json.loads, records) if "loss" in record]
     assert len(losses) == 5 and losses == sorted(losses, reverse=True)
 
 

@@ -62,25 +62,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_generate_stops_a_loop_and_says_so(model: Path, capsys: Capture) -> None:
-    given = Generate(model, prompt="the", n_predict=400, **LOOP)  # type: ignore[arg-type]
-    assert generate.run(given) == 0
+    settings = Generate(model, prompt="the", n_predict=400, **LOOP)  # type: ignore[arg-type]
+    assert generate.run(settings) == 0
     assert "ended by a loop: the text repeats itself (--no-stop-loops" in capsys.readouterr().err
     looped = pt.generate(model, "the", n_predict=400, **LOOP)
     assert looped.ended == "loop" and LOOP_TOKENS <= len(looped.ids) < 400
     endless = pt.generate(model, "the", n_predict=400, **LOOP, stop_loops=False)
     assert endless.ended == "count" and endless.ids[: len(looped.ids)] == looped.ids
-    several = pt.generate(model, "the", n_predict=400, **LOOP, parallel=2)
-    assert [one.ended for one in (several, *several.others)] == ["loop", "loop"]
-    assert several.ids == looped.ids
+    parallel = pt.generate(model, "the", n_predict=400, **LOOP, parallel=2)
+    assert [answer.ended for answer in (parallel, *parallel.others)] == ["loop", "loop"]
+    assert parallel.ids == looped.ids
 
 
 def test_a_conversation_goes_on_after_a_loop_and_a_cut(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pt.chat(model, **LOOP).answer("a").ended == "loop"
-    for most, said in ((-1, "repeats itself; /regen"), (9, "cut at 9 tokens; -n sets another")):
+    for max_tokens, said in (
+        (-1, "repeats itself; /regen"),
+        (9, "cut at 9 tokens; -n sets another"),
+    ):
         monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
-        assert chat.run(Chat(model, n_predict=most, **LOOP)) == 0  # type: ignore[arg-type]
+        assert chat.run(Chat(model, n_predict=max_tokens, **LOOP)) == 0  # type: ignore[arg-type]
         assert capsys.readouterr().err.count(said) == 2
 
 

@@ -24,10 +24,10 @@ EXPERTS = replace(CONFIG, expert_count=4, expert_used_count=2)
 def of_additions(config: transformer.Config, types=transformer.NO_TYPES) -> Graph:
     """`loss` and the gradient of every addition."""
     leaves = transformer.weights(config, types)
-    made = transformer.loss(config, leaves, ROWS, TIME, chunk=16)
+    loss_graph = transformer.loss(config, leaves, ROWS, TIME, chunk=16)
     trained = [leaf for name, leaf in leaves.items() if name.endswith((A, B))]
-    found = differentiate(made.loss, trained, made.blocks)
-    return Graph({"loss": made.loss, **{f"d/{w.name}": d for w, d in found.items()}})
+    gradients = differentiate(loss_graph.loss, trained, loss_graph.blocks)
+    return Graph({"loss": loss_graph.loss, **{f"d/{w.name}": d for w, d in gradients.items()}})
 
 
 def merged(given: dict[str, np.ndarray], alpha: float) -> dict[str, np.ndarray]:
@@ -43,19 +43,19 @@ def merged(given: dict[str, np.ndarray], alpha: float) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("base", [CONFIG, FUSED], ids=["llama", "phi3"])
 def test_additions_are_as_good_as_merged_matrices(base):
     config = replace(base, lora=LORA)
-    given, inputs = values(config), batch(base, ROWS, TIME)
-    changed = merged(given, LORA.alpha)
-    got = bind(of_additions(config), given)(inputs)
-    wanted = bind(gradients(base, ROWS, TIME), changed)(inputs)
-    close(got["loss"], wanted["loss"], "loss")
-    added = [name for name in changed if name + A in given]
+    weights, inputs = values(config), batch(base, ROWS, TIME)
+    changed = merged(weights, LORA.alpha)
+    actual = bind(of_additions(config), weights)(inputs)
+    expected = bind(gradients(base, ROWS, TIME), changed)(inputs)
+    close(actual["loss"], expected["loss"], "loss")
+    added = [name for name in changed if name + A in weights]
     assert len(added) == (8 if base is FUSED else 12)
     for name in added:
-        a, b, d = given[name + A], given[name + B], wanted[f"d/{name}"]
+        a, b, d = weights[name + A], weights[name + B], expected[f"d/{name}"]
         scale = np.float32(LORA.alpha / len(a))
         assert len(a) == (3 if name == "blk.1.attn_q.weight" else 4 if "attn" in name else 2)
-        close(got[f"d/{name}{A}"], scale * b.T @ d, f"{name}{A}")
-        close(got[f"d/{name}{B}"], scale * d @ a.T, f"{name}{B}")
+        close(actual[f"d/{name}{A}"], scale * b.T @ d, f"{name}{A}")
+        close(actual[f"d/{name}{B}"], scale * d @ a.T, f"{name}{B}")
 
 
 def test_only_the_last_blocks_have_additions_where_so_many_are_asked_for():
@@ -73,40 +73,42 @@ def test_dropout_is_drawn_from_seed_and_step_alone(base):
     def at(seed: int, step: int):
         return run(inputs | {KEY: np.array([seed, step], np.int64)})
 
-    first = at(3, 1)
-    assert same_bits(at(3, 1), first)
-    assert at(3, 2)["loss"] != first["loss"] != at(4, 1)["loss"]
+    reference = at(3, 1)
+    assert same_bits(at(3, 1), reference)
+    assert at(3, 2)["loss"] != reference["loss"] != at(4, 1)["loss"]
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_K"])
 def test_gradients_on_packed_matrices_are_those_of_what_they_hold(dtype):
     """Merged in float64, as the specification says, which tests/test_golden.py compares with PyTorch."""
-    wide = replace(CONFIG, embedding_length=256, feed_forward_length=512)
-    config, packed = replace(wide, lora=LORA), BLOCK_TYPES[dtype]
-    given = values(config)
+    wide_config = replace(CONFIG, embedding_length=256, feed_forward_length=512)
+    config, packed = replace(wide_config, lora=LORA), BLOCK_TYPES[dtype]
+    weights = values(config)
     base = {
         name: quantize(value, packed)
-        for name, value in given.items()
+        for name, value in weights.items()
         if value.ndim == 2 and not name.endswith((A, B))
     }
-    session, inputs = Session(), batch(wide, ROWS, TIME)
+    session, inputs = Session(), batch(wide_config, ROWS, TIME)
     session.share(base)
     run = session.executor(place(of_additions(config, dict.fromkeys(base, packed))))
-    session.set({name: value for name, value in given.items() if name not in base})
-    got = run(inputs)
+    session.set({name: value for name, value in weights.items() if name not in base})
+    actual = run(inputs)
 
-    w = {name: v.astype(np.float64) for name, v in given.items()}
+    w = {name: v.astype(np.float64) for name, v in weights.items()}
     w |= {name: dequantize(array).astype(np.float64) for name, array in base.items()}
-    wanted = interpret(gradients(wide, ROWS, TIME), merged(w, LORA.alpha) | inputs)
-    close(got["loss"], wanted["loss"], "loss", 1e-5)
+    expected = interpret(gradients(wide_config, ROWS, TIME), merged(w, LORA.alpha) | inputs)
+    close(actual["loss"], expected["loss"], "loss", 1e-5)
     added = [name.removesuffix(A) for name in w if name.endswith(A)]
     assert len(added) == 12
     for name in added:
-        a, b, d = w[name + A], w[name + B], wanted[f"d/{name}"]
+        a, b, d = w[name + A], w[name + B], expected[f"d/{name}"]
         scale = LORA.alpha / len(a)
         for part, value in ((A, scale * b.T @ d), (B, scale * d @ a.T)):
-            off = np.linalg.norm(got[f"d/{name}{part}"] - value) / np.linalg.norm(value)
-            assert off < 1e-4, f"{name}{part}: {off}"
+            relative_error = np.linalg.norm(actual[f"d/{name}{part}"] - value) / np.linalg.norm(
+                value
+            )
+            assert relative_error < 1e-4, f"{name}{part}: {relative_error}"
 
 
 def test_experts_behind_blocks_without_any_have_adapters() -> None:

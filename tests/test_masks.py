@@ -79,9 +79,9 @@ def conversation(record: dict[str, Any], folder: Path) -> Conversation:
     """A record as it comes out of a file."""
     path = folder / "data.jsonl"
     path.write_text(json.dumps(record))
-    (found,) = Reader(Source(path))
-    assert isinstance(found, Conversation)
-    return found
+    (parsed,) = Reader(Source(path))
+    assert isinstance(parsed, Conversation)
+    return parsed
 
 
 def template(chat: Chat) -> ChatTemplate:
@@ -118,13 +118,13 @@ def test_goldens(name: str, tmp_path: Path):
 def test_what_is_learnt_is_what_the_assistant_says(name: str, about: str, tmp_path: Path):
     """By a rule that knows no spans: each turn's words, thoughts aside, and one end marker; a call as its JSON."""
     said = [m for m in RECORDS[about]["messages"] if m["role"] == "assistant"]
-    learnt = [
-        one.text[begin:end]
-        for one in rendered(CHATS[name], RECORDS[about], tmp_path)
-        for begin, end in one.spans
+    target_texts = [
+        sample.text[begin:end]
+        for sample in rendered(CHATS[name], RECORDS[about], tmp_path)
+        for begin, end in sample.spans
     ]
-    assert len(learnt) == len(said)
-    for words, message in zip(learnt, said, strict=True):
+    assert len(target_texts) == len(said)
+    for words, message in zip(target_texts, said, strict=True):
         (mark,) = (end for end in CHATS[name].ends if words.endswith(end))
         body = THOUGHT.sub("", words.removesuffix(mark)).strip()
         if "tool_calls" in message:
@@ -147,9 +147,9 @@ def test_what_is_not_learnt_has_no_reply_in_it(name: str, about: str, tmp_path: 
 
 @each
 def test_the_last_turn_alone(name: str, tmp_path: Path):
-    (one,) = rendered(CHATS[name], RECORDS["three turns and a system"], tmp_path, last_only=True)
-    ((begin, end),) = one.spans
-    assert "Till soon." in one.text[begin:end] and "Hello!" in one.text[:begin]
+    (sample,) = rendered(CHATS[name], RECORDS["three turns and a system"], tmp_path, last_only=True)
+    ((begin, end),) = sample.spans
+    assert "Till soon." in sample.text[begin:end] and "Hello!" in sample.text[:begin]
 
 
 HARMONY = """
@@ -184,27 +184,27 @@ def test_thoughts_go_where_the_template_has_them(said: dict[str, str], tmp_path:
     """In channels of their own, of the last turn only: each turn is learnt as it is said, in a text that ends there."""
     messages = [*asked("1 + 1?"), {"role": "assistant", **said}]
     messages += [*asked("2 + 2?"), {"role": "assistant", **said}]
-    ends = ["<|return|>", "<|call|>"]
-    texts = Renderer(ChatTemplate(HARMONY, "", ""), ends).render(
+    end_markers = ["<|return|>", "<|call|>"]
+    texts = Renderer(ChatTemplate(HARMONY, "", ""), end_markers).render(
         conversation({"messages": messages}, tmp_path)
     )
     first = "<|start|>user<|message|>1 + 1?<|end|><|start|>assistant"
-    learnt = (
+    target_text = (
         "[[<|channel|>analysis<|message|>Twice.<|end|><|start|>assistant"
         "<|channel|>final<|message|>4<|return|>]]"
     )
     second = (
         "<|channel|>final<|message|>4<|end|><|start|>user<|message|>2 + 2?<|end|><|start|>assistant"
     )
-    assert [*map(marked, texts)] == [first + learnt, first + second + learnt]
+    assert [*map(marked, texts)] == [first + target_text, first + second + target_text]
 
 
 def test_a_call_with_thoughts_ends_with_its_own_mark(tmp_path: Path):
     call = {"role": "assistant", "reasoning_content": "I ask.", "tool_calls": [CALL]}
-    made = Renderer(ChatTemplate(HARMONY, "", ""), ["<|return|>", "<|call|>"])
-    (one,) = made.render(conversation({"messages": [*asked("Warm?"), call]}, tmp_path))
-    ((begin, end),) = one.spans
-    assert one.text[begin:end] == (
+    renderer = Renderer(ChatTemplate(HARMONY, "", ""), ["<|return|>", "<|call|>"])
+    (sample,) = renderer.render(conversation({"messages": [*asked("Warm?"), call]}, tmp_path))
+    ((begin, end),) = sample.spans
+    assert sample.text[begin:end] == (
         "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant to=functions.weather"
         '<|channel|>commentary json<|message|>{"city": "Zürich"}<|call|>'
     )
@@ -217,31 +217,33 @@ def test_thoughts_calls_and_results_in_one_turn(tmp_path: Path):
     said = {"role": "assistant", "content": "Yes.", "reasoning_content": "31 is warm."}
     turn = [*asked("Warm?"), call, result, said]
     record = {"messages": [SYSTEM, *turn], "tools": TOOLS}
-    made = Renderer(ChatTemplate(GEMMA_4, "<bos>", ""), list(GEMMA_4_ENDS))
-    (one,) = made.render(conversation(record, tmp_path))
+    renderer = Renderer(ChatTemplate(GEMMA_4, "<bos>", ""), list(GEMMA_4_ENDS))
+    (sample,) = renderer.render(conversation(record, tmp_path))
     written = '<|tool_call>call:weather{city:<|"|>Zürich<|"|>}<tool_call|>'
-    assert marked(one) == (
+    assert marked(sample) == (
         "<bos><|turn>system\n<|think|>\nYou answer briefly.<|tool>declaration:weather{}<tool|><turn|>\n"
         "<|turn>user\nWarm?<turn|>\n<|turn>model\n"
         f"[[<|channel>thought\nI ask.\n<channel|>{written}<|tool_response>]]"
         'response:weather{value:<|"|>31<|"|>}<tool_response|>'
         "[[<|channel>thought\n31 is warm.\n<channel|>Yes.<turn|>]]\n"
     )
-    assert not made.notes
+    assert not renderer.notes
     # no thoughts: none are asked for; and those of earlier turns are not in later ones
-    plain = conversation({"messages": [*asked("Warm?", "Yes.")]}, tmp_path)
-    assert marked(made.render(plain)[0]) == (
+    without_thoughts = conversation({"messages": [*asked("Warm?", "Yes.")]}, tmp_path)
+    assert marked(renderer.render(without_thoughts)[0]) == (
         "<bos><|turn>user\nWarm?<turn|>\n<|turn>model\n[[Yes.<turn|>]]\n"
     )
-    *_, last = made.render(conversation({"messages": [*turn, *asked("Sure?", "I am.")]}, tmp_path))
+    *_, last = renderer.render(
+        conversation({"messages": [*turn, *asked("Sure?", "I am.")]}, tmp_path)
+    )
     assert "I ask." not in last.text and "31 is warm." not in last.text
 
 
 def test_thoughts_that_a_template_does_not_read_are_counted(tmp_path: Path):
     said = {"role": "assistant", "content": "4", "reasoning_content": "Twice."}
-    made = Renderer(template(CHATS["chatml"]), list(CHATS["chatml"].ends))
-    made.render(conversation({"messages": [*asked("2 + 2?"), said]}, tmp_path))
-    assert made.notes[rendering.THOUGHTLESS] == 1
+    renderer = Renderer(template(CHATS["chatml"]), list(CHATS["chatml"].ends))
+    renderer.render(conversation({"messages": [*asked("2 + 2?"), said]}, tmp_path))
+    assert renderer.notes[rendering.THOUGHTLESS] == 1
 
 
 # ---- tokens
@@ -266,9 +268,9 @@ def metadata(chat: Chat) -> dict[str, Any]:
 @cache
 def tokenizer_of(model: str) -> tuple[Chat, Tokenizer]:
     """A chat and its vocabulary, by its name as in `each_vocabulary`."""
-    name, own, _ = model.partition(" of the model")
+    name, model_vocab, _ = model.partition(" of the model")
     chat = CHATS[name]
-    if not own:
+    if not model_vocab:
         return chat, Tokenizer(metadata(chat))
     return chat, Tokenizer(GGUF(VOCABULARIES / f"ggml-vocab-{chat.vocabulary}.gguf").metadata)
 
@@ -286,12 +288,12 @@ def test_tokens(model: str, about: str, tmp_path: Path):
     chat, tokenizer = tokenizer_of(model)
     masker = Masker(tokenizer)
     assert set(chat.ends) <= set(masker.ends)
-    for one in rendered(chat, RECORDS[about], tmp_path):
-        sample = masker.conversation(one)
-        bare = one.text.removeprefix(chat.bos) if tokenizer.add_bos else one.text
-        assert sample.ids == tokenizer.encode(bare)
+    for text in rendered(chat, RECORDS[about], tmp_path):
+        sample = masker.conversation(text)
+        text_body = text.text.removeprefix(chat.bos) if tokenizer.add_bos else text.text
+        assert sample.ids == tokenizer.encode(text_body)
         assert sample.ids.count(tokenizer.bos) == (1 if chat.bos else 0) or tokenizer.bos is None
-        spelt = "".join(one.text[begin:end] for begin, end in one.spans)
+        spelt = "".join(text.text[begin:end] for begin, end in text.spans)
         words = learnt(masker, sample)
         assert "".join(words.split()) == "".join(spelt.split())
         if (
@@ -299,7 +301,7 @@ def test_tokens(model: str, about: str, tmp_path: Path):
         ):  # a token with the prompt's line break
             assert words == spelt
         assert all(
-            weight == 1 for weight in Masker(tokenizer, everything=True).conversation(one).weights
+            weight == 1 for weight in Masker(tokenizer, everything=True).conversation(text).weights
         )
 
 
@@ -371,7 +373,7 @@ def test_a_text_ends_once():
 
 def test_notes(tmp_path: Path):
     """What a template does not take is said, with a count."""
-    wanted = {
+    expected_notes = {
         "gemma": {rendering.SYSTEM, rendering.CALLS, rendering.RESULTS, rendering.TOOLS},
         "phi-3": {rendering.CALLS, rendering.RESULTS, rendering.TOOLS},
         "chatml": {rendering.CALLS, rendering.TOOLS},
@@ -380,7 +382,7 @@ def test_notes(tmp_path: Path):
         "qwen2.5": set(),
         "llama-3": set(),
     }
-    for name, notes in wanted.items():
+    for name, notes in expected_notes.items():
         renderer = Renderer(template(CHATS[name]), list(CHATS[name].ends))
         renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
         assert set(renderer.notes) == notes and set(renderer.notes.values()) <= {1}
@@ -394,30 +396,32 @@ def test_a_prompt_that_asks_for_thoughts(tmp_path: Path):
     source = source.replace("m.content", "m.content.split('</think>')[-1]|trim")
     assert source.count("think") == 2
     renderer = Renderer(ChatTemplate(source), list(CHATS["chatml"].ends))
-    for about, wanted in (("one question", ["A program."]), ("thoughts", ["2", "4"])):
-        (one,) = renderer.render(conversation(RECORDS[about], tmp_path))
-        assert [one.text[a:b] for a, b in one.spans] == [f"{words}<|im_end|>" for words in wanted]
+    for about, replies in (("one question", ["A program."]), ("thoughts", ["2", "4"])):
+        (sample,) = renderer.render(conversation(RECORDS[about], tmp_path))
+        assert [sample.text[a:b] for a, b in sample.spans] == [
+            f"{words}<|im_end|>" for words in replies
+        ]
     assert renderer.notes == {rendering.CHANGED: 2}
 
 
 def test_bad_templates(tmp_path: Path):
-    found = conversation(RECORDS["one question"], tmp_path)
+    parsed = conversation(RECORDS["one question"], tmp_path)
     raising = CHATS["gemma"].source.replace(
         "messages[0].role == 'system'", "messages[0].role == 'user'"
     )
     with pytest.raises(InputError, match="the chat template: System role not supported"):
-        Renderer(ChatTemplate(raising, "", ""), []).render(found)
+        Renderer(ChatTemplate(raising, "", ""), []).render(parsed)
     silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{{ add_generation_prompt }}"
     with pytest.raises(InputError, match="no text in which the reply can be told from the prompt"):
-        Renderer(ChatTemplate(silent, "", ""), []).render(found)
+        Renderer(ChatTemplate(silent, "", ""), []).render(parsed)
 
 
 def test_a_template_without_an_end(tmp_path: Path):
     source = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\\n' }}{% endfor %}"
     source += "{% if add_generation_prompt %}assistant: {% endif %}"
     renderer = Renderer(ChatTemplate(source, "", ""), ["</s>"])
-    (one,) = renderer.render(conversation(RECORDS["one question"], tmp_path))
-    assert marked(one) == "user: Who are you?\nassistant: [[A program.]]\n"
+    (sample,) = renderer.render(conversation(RECORDS["one question"], tmp_path))
+    assert marked(sample) == "user: Who are you?\nassistant: [[A program.]]\n"
     assert renderer.notes == {rendering.ENDLESS: 1}
 
 
@@ -444,8 +448,8 @@ GLM = (
 )  # fmt: skip
 def test_an_end_that_the_next_message_brings(about: str, learnt: list[str], tmp_path: Path):
     renderer = Renderer(ChatTemplate(GLM), ["<|endoftext|>", "<|user|>", "<|observation|>"])
-    found = renderer.render(conversation(RECORDS[about], tmp_path))
-    said = [one.text[a:b] for one in found for a, b in one.spans]
+    samples = renderer.render(conversation(RECORDS[about], tmp_path))
+    said = [sample.text[a:b] for sample in samples for a, b in sample.spans]
     assert said[: len(learnt)] == learnt
     assert rendering.ENDLESS not in renderer.notes
 
@@ -455,8 +459,8 @@ def test_a_template_that_needs_a_list_of_tools(tmp_path: Path):
     source = "{% for t in tools %}{{ t.function.name }}\n{% endfor %}" + CHATS["chatml"].source
     renderer = Renderer(ChatTemplate(source), list(CHATS["chatml"].ends))
     assert renderer.takes_tools and renderer.takes_system
-    (one,) = renderer.render(conversation(RECORDS["one question"], tmp_path))
-    assert [one.text[a:b] for a, b in one.spans] == ["A program.<|im_end|>"]
+    (sample,) = renderer.render(conversation(RECORDS["one question"], tmp_path))
+    assert [sample.text[a:b] for a, b in sample.spans] == ["A program.<|im_end|>"]
 
 
 def test_a_template_that_needs_arguments_as_text(tmp_path: Path):
@@ -467,8 +471,8 @@ def test_a_template_that_needs_arguments_as_text(tmp_path: Path):
         "<|eot_id|>{% endfor %}{% if add_generation_prompt %}>>>assistant\n{% endif %}"
     )
     renderer = Renderer(ChatTemplate(source), ["<|eot_id|>"])
-    (one,) = renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
-    first = one.text[slice(*one.spans[0])]
+    (sample,) = renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
+    first = sample.text[slice(*sample.spans[0])]
     assert (
         first == 'weather\n{"city": "Zürich"}<|eot_id|>' and rendering.CALLS not in renderer.notes
     )
@@ -484,7 +488,7 @@ def test_a_call_where_the_prompt_begins_thoughts(tmp_path: Path):
     )
     renderer = Renderer(ChatTemplate(source), ["<|end|>"])
     samples = renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
-    said = [one.text[a:b] for one in samples for a, b in one.spans]
+    said = [sample.text[a:b] for sample in samples for a, b in sample.spans]
     assert said[0] == "<call>weather<|end|>"  # not within the token
     assert said[1].endswith("Yes, 31 °C.<|end|>")
 

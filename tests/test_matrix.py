@@ -75,11 +75,11 @@ def test_a_shorter_model_trains_what_the_longer_does():
 def test_blocks_with_norms_behind_them_are_computed_again(kind):
     """Their stream values have no name, and with a part frozen some have no gradient."""
     shape = shape_of("gemma3", kind)
-    whole = REQUEST.total(REQUEST.plans(shape))
+    full_nbytes = REQUEST.total(REQUEST.plans(shape))
     refused = search(shape, REQUEST.within(1 << 20))
-    least = REQUEST.total(REQUEST.plans(refused.shape))
-    assert not refused.fits and least <= whole
-    for limit in ((whole + least) // 2, least):
+    min_nbytes = REQUEST.total(REQUEST.plans(refused.shape))
+    assert not refused.fits and min_nbytes <= full_nbytes
+    for limit in ((full_nbytes + min_nbytes) // 2, min_nbytes):
         answer = search(shape, REQUEST.within(limit))
         assert answer.fits and REQUEST.total(REQUEST.plans(answer.shape)) <= limit
 
@@ -87,8 +87,8 @@ def test_blocks_with_norms_behind_them_are_computed_again(kind):
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_a_pattern_for_each_of_a_few_blocks_goes_on_in_the_longer_chains_that_are_measured(blocks):
     shape = shape_of("gemma3 linear", "full")
-    few = replace(shape.config, block_count=blocks, window_pattern=(True, False)[:blocks])
-    shape = replace(shape, config=few)
+    short_config = replace(shape.config, block_count=blocks, window_pattern=(True, False)[:blocks])
+    shape = replace(shape, config=short_config)
     assert not search(shape, REQUEST.within(1 << 20)).fits
     assert with_blocks(shape, 5).config.window_pattern == ((True, False)[:blocks] * 5)[:5]
 
@@ -118,9 +118,9 @@ def rows_of(name: str, kind: str) -> Rows:
     shape = shape_of(name, kind)
     config = replace(shape.config, block_count=3)
     shape = replace(shape, config=config, rows=1, time=128, max_norm=None)
-    looking = Search(REQUEST)
-    least = looking.best(shape, 1 << 20)
-    return Rows(shape, looking, REQUEST.total(REQUEST.plans(shape)), least.nbytes)
+    budget_search = Search(REQUEST)
+    smallest = budget_search.best(shape, 1 << 20)
+    return Rows(shape, budget_search, REQUEST.total(REQUEST.plans(shape)), smallest.nbytes)
 
 
 def cells() -> Iterator[tuple[str, str, str]]:
@@ -128,11 +128,11 @@ def cells() -> Iterator[tuple[str, str, str]]:
 
     In all ways with PACKTRAIN_MATRIX=whole in the environment, in twice the time.
     """
-    whole = os.environ.get("PACKTRAIN_MATRIX") == "whole"
+    is_full = os.environ.get("PACKTRAIN_MATRIX") == "whole"
     for number, name in enumerate(CONFIGS):
-        for way, kind in enumerate(WAYS):
-            turn = (way - number) % len(WAYS)
-            if whole or turn in (0, 2):
+        for index, kind in enumerate(WAYS):
+            turn = (index - number) % len(WAYS)
+            if is_full or turn in (0, 2):
                 for budget in ("none", "smallest", *(("tight", "too small") if not turn else ())):
                     yield name, kind, budget
 
@@ -140,11 +140,11 @@ def cells() -> Iterator[tuple[str, str, str]]:
 @pytest.mark.parametrize(("name", "kind", "budget"), list(cells()))
 def test_every_architecture_within_every_budget(name, kind, budget):
     """What is planned takes what was searched for, and 5 % below the smallest budget nothing is found."""
-    shape, looking, whole, least = rows_of(name, kind)
-    assert least < whole
-    limits = {"none": whole, "tight": (whole + least) // 2, "smallest": least}
-    limit = limits.get(budget, int(0.95 * least))
-    best = looking.best(shape, limit)
+    shape, budget_search, full_nbytes, min_nbytes = rows_of(name, kind)
+    assert min_nbytes < full_nbytes
+    limits = {"none": full_nbytes, "tight": (full_nbytes + min_nbytes) // 2, "smallest": min_nbytes}
+    limit = limits.get(budget, int(0.95 * min_nbytes))
+    best = budget_search.best(shape, limit)
     plans = REQUEST.plans(best.shape)
     for plan, placed in zip(plans.plans.values(), plans.placed.values(), strict=True):
         verify(plan, placed)
@@ -161,9 +161,9 @@ def test_a_refusal_of_every_way_says_what_would_do(kind):
 
 def test_blocks_without_rope_keep_in_its_place_what_rope_would_have_turned():
     shape = replace(shape_of("smollm3", "full"), rows=1, time=128, max_norm=None)
-    whole, looking = REQUEST.total(REQUEST.plans(shape)), Search(REQUEST)
-    limit = (whole + looking.best(shape, 1 << 20).nbytes) // 2
-    best = looking.best(shape, limit)
+    full_nbytes, budget_search = REQUEST.total(REQUEST.plans(shape)), Search(REQUEST)
+    limit = (full_nbytes + budget_search.best(shape, 1 << 20).nbytes) // 2
+    best = budget_search.best(shape, limit)
     assert best.shape.keep is not None and any(best.shape.keep.inner)
     assert REQUEST.total(REQUEST.plans(best.shape)) <= limit
 
@@ -191,7 +191,7 @@ def test_estimates_of_a_mixture_with_a_dense_block_are_near_its_plans():
     config = replace(CONFIGS["glm4moe"], block_count=8)
     shape = StepShape(config, 2, 32, 1, 1.0, base=Base(()))
     drafts = Drafts(REQUEST)
-    near = drafts.sizes(shape)
+    estimate = drafts.sizes(shape)
     exact = drafts._sizes(shape)
-    assert near.calls == exact.calls and near.leaves == exact.leaves
-    assert abs(near.arena - exact.arena) < 0.01 * exact.arena
+    assert estimate.calls == exact.calls and estimate.leaves == exact.leaves
+    assert abs(estimate.arena - exact.arena) < 0.01 * exact.arena

@@ -87,8 +87,8 @@ def test_the_smallest_budget_runs_within_itself(name, compiled, tmp_path):
     base, data, output = tmp_path / "base.gguf", tmp_path / "chats.jsonl", tmp_path / "m.gguf"
     random_model(base, name, feed_forward=FEED_FORWARD[ROWS[name]])
     data.write_text(chats())
-    asked = ["--data", data, "-o", output, "--chat-template", "chatml", "--iters", 2]
-    asked += [
+    flags = ["--data", data, "-o", output, "--chat-template", "chatml", "--iters", 2]
+    flags += [
         "--val-batches",
         1,
         "--steps-per-eval",
@@ -99,17 +99,17 @@ def test_the_smallest_budget_runs_within_itself(name, compiled, tmp_path):
         *WAYS[ROWS[name]],
     ]
     batch = 1 if name in SINGLE else BATCHES[[*ROWS].index(name) % len(BATCHES)]
-    asked += ["--batch-size", batch]
-    refused = packtrain("finetune", base, *asked, "--memory", "10MiB")
+    flags += ["--batch-size", batch]
+    refused = packtrain("finetune", base, *flags, "--memory", "10MiB")
     reads = READING.search(refused.said)  # first the data must be read, then the run be planned
     if reads:
-        read = packtrain("finetune", base, *asked, "-o", tmp_path / "r.gguf", "--memory", reads[1])
+        read = packtrain("finetune", base, *flags, "-o", tmp_path / "r.gguf", "--memory", reads[1])
         assert "to be read" not in read.said, read.said
-        refused = packtrain("finetune", base, *asked, "--memory", "10MiB")
-    found = LEAST.search(refused.said)
-    assert refused.code == 3 and found, refused.said
-    done = packtrain("finetune", base, *asked, "--memory", found[1])
+        refused = packtrain("finetune", base, *flags, "--memory", "10MiB")
+    budget_match = LEAST.search(refused.said)
+    assert refused.code == 3 and budget_match, refused.said
+    done = packtrain("finetune", base, *flags, "--memory", budget_match[1])
     assert done.code == 0, done.said
-    limit = parse_size(found[1], "")
+    limit = parse_size(budget_match[1], "")
     assert 0.9 * limit < done.peak <= limit
     assert metrics_file.read(tmp_path / "m.run/metrics.jsonl")[-1]["step"] == 2

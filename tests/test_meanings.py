@@ -20,9 +20,9 @@ CALL = {"name": "f", "arguments": '{"a": 1}'}
 
 
 def record(tmp_path: Path, row: dict[str, Any]) -> Conversation:
-    (found,) = Reader(Source(one(tmp_path, [row])))
-    assert isinstance(found, Conversation)
-    return found
+    (conversation,) = Reader(Source(one(tmp_path, [row])))
+    assert isinstance(conversation, Conversation)
+    return conversation
 
 
 @pytest.mark.parametrize("name", sorted(ROW | LABEL))
@@ -45,9 +45,9 @@ def test_a_context_beside_messages_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("name", sorted(BESIDE))
 def test_another_question_or_answer_is_refused_where_names_are_guessed(tmp_path: Path, name: str):
     row = {"query": "why", "input": "a", "response": "so"} | {name: "some"}
-    others = {"query", "response", *BESIDE} & row.keys()
-    if len(others) > 2:
-        with pytest.raises(InputError, match=rf"line 1: ({'|'.join(others)}) is .* is another"):
+    columns = {"query", "response", *BESIDE} & row.keys()
+    if len(columns) > 2:
+        with pytest.raises(InputError, match=rf"line 1: ({'|'.join(columns)}) is .* is another"):
             record(tmp_path, row)
     assert record(tmp_path, {"prompt": "why", "completion": "so", name: "some"})
 
@@ -71,15 +71,19 @@ def test_an_answer_that_is_not_wanted_is_refused_whatever_writes_the_label(
             InputError, match=r"line 1: label is .*marks answers that are not wanted"
         ):
             record(tmp_path, {**row, "Label": value})
-    for kept in (True, 1, "1", "spam", None, 3):
-        assert record(tmp_path, {**ASK, "label": kept}).messages[0]["content"] == "why"
+    for accepted_label in (True, 1, "1", "spam", None, 3):
+        assert record(tmp_path, {**ASK, "label": accepted_label}).messages[0]["content"] == "why"
     assert [*Reader(Source(one(tmp_path, [{"text": "a film", "label": value}])))]
 
 
 def test_columns_that_other_tools_call_otherwise_are_read(tmp_path: Path):
     tools = [{"name": "f", "parameters": {}}]
-    found = record(tmp_path, {**ASK, "system_prompt": "be", "functions": tools})
-    assert [m["content"] for m in found.messages] == ["be", "why", "so"] and found.tools is not None
+    conversation = record(tmp_path, {**ASK, "system_prompt": "be", "functions": tools})
+    assert [m["content"] for m in conversation.messages] == [
+        "be",
+        "why",
+        "so",
+    ] and conversation.tools is not None
     row = {"query": "why", "response": "so", "rejected_response": "no"}
     (pair,) = Reader(Source(one(tmp_path, [row])))
     assert isinstance(pair, Pair) and pair.rejected.messages[-1]["content"] == "no"
@@ -94,9 +98,9 @@ def test_what_says_whether_a_turn_is_trained_on_is_understood_or_refused(tmp_pat
         InputError, match=rf"{key} is True for the user; only the assistant's turns"
     ):
         record(tmp_path, {"messages": [{**PAIR[0], key: True}, PAIR[1]]})
-    other = "loss" if key == "weight" else "weight"
+    other_key = "loss" if key == "weight" else "weight"
     with pytest.raises(InputError, match="contradict each other"):
-        record(tmp_path, {"messages": [PAIR[0], {**PAIR[1], key: 1, other: False}]})
+        record(tmp_path, {"messages": [PAIR[0], {**PAIR[1], key: 1, other_key: False}]})
     part = {"type": "text", "text": "so", key: False}
     with pytest.raises(InputError, match=rf"messages\[1\]: {key} is False; .* which parts"):
         record(tmp_path, {"messages": [PAIR[0], {"role": "assistant", "content": [part]}]})
@@ -108,8 +112,10 @@ def test_what_says_whether_a_turn_is_trained_on_is_understood_or_refused(tmp_pat
 def test_no_turn_of_weight_0_is_trained_on_in_pairs_or_beside_the_prompt(
     tmp_path: Path, model: Path
 ):
-    context, learnt = {**PAIR[1], "weight": 0}, {"role": "assistant", "content": "two"}
-    data = one(tmp_path, [{"prompt": "why", "chosen": [context, ASKS, learnt], "rejected": "one"}])
+    context, trained_turn = {**PAIR[1], "weight": 0}, {"role": "assistant", "content": "two"}
+    data = one(
+        tmp_path, [{"prompt": "why", "chosen": [context, ASKS, trained_turn], "rejected": "one"}]
+    )
     dataset = made(data, model, tmp_path, pairs=True)
     assert texts(dataset.train, model)[0].count("[[") == 1
     (folder := tmp_path / "more").mkdir()
@@ -117,7 +123,7 @@ def test_no_turn_of_weight_0_is_trained_on_in_pairs_or_beside_the_prompt(
     with pytest.raises(InputError, match="chosen has no answer with a weight of 1"):
         made(bad, model, folder, pairs=True)
     (folder := folder / "more").mkdir()
-    turns = one(folder, [{"messages": [PAIR[0], context, ASKS, learnt]}])
+    turns = one(folder, [{"messages": [PAIR[0], context, ASKS, trained_turn]}])
     with pytest.raises(InputError, match="must not be trained on; --no-mask-prompt would"):
         made(turns, model, folder, everything=True)
 

@@ -29,9 +29,9 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_touched_counts() -> None:
     settle()  # other tests may have left a heap with room for all of it
     before = private_nbytes()
-    held = np.ones(64 * MIB, np.uint8)
-    assert abs(private_nbytes() - before - held.nbytes) < SLACK
-    del held
+    buffer = np.ones(64 * MIB, np.uint8)
+    assert abs(private_nbytes() - before - buffer.nbytes) < SLACK
+    del buffer
     settle()
     assert abs(private_nbytes() - before) < SLACK
 
@@ -79,9 +79,9 @@ def test_a_peak_is_seen_when_it_is_over() -> None:
     settle()
     with Peak() as peak:
         assert peak.nbytes >= peak.baseline > MIB
-        held = np.ones(64 * MIB, np.uint8)
+        buffer = np.ones(64 * MIB, np.uint8)
         time.sleep(0.2)
-        del held
+        del buffer
         time.sleep(0.05)
         assert abs(peak.nbytes - peak.baseline - 64 * MIB) < SLACK
     assert not peak._thread.is_alive()
@@ -90,10 +90,10 @@ def test_a_peak_is_seen_when_it_is_over() -> None:
 
 
 def test_to_look_costs_next_to_nothing() -> None:
-    began = time.thread_time()
+    start_time = time.thread_time()
     for _ in range(100):
         private_nbytes()
-    assert (time.thread_time() - began) / 100 < 0.001
+    assert (time.thread_time() - start_time) / 100 < 0.001
     before = private_nbytes()
     with Peak() as peak:
         time.sleep(0.3)

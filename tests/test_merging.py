@@ -57,8 +57,8 @@ def normal(*shape: int) -> np.ndarray:
 
 def inputs(n: int, tokens: int = 900) -> np.ndarray:
     """Tokens whose features go together and are of very different sizes, as those of trained models are."""
-    few = n // 8
-    return normal(tokens, few) @ normal(few, n) + 0.05 * normal(tokens, n)
+    rank = n // 8
+    return normal(tokens, rank) @ normal(rank, n) + 0.05 * normal(tokens, n)
 
 
 def damped(z: np.ndarray) -> np.ndarray:
@@ -79,11 +79,11 @@ def test_codes_on_their_grid_are_the_values_and_come_back(dtype: Dtype):
     grid, codes = grid_of(rows), codes_of(rows)
     step, low = (np.repeat(part, grid.group, 1) for part in (grid.step, grid.low))
     np.testing.assert_array_equal(grid.steps(codes) * step + low, dequantize(rows))
-    other = RNG.integers(0, grid.levels, codes.shape, np.uint8)
+    new_codes = RNG.integers(0, grid.levels, codes.shape, np.uint8)
     changed = rows.copy()
-    put_codes(changed, other)
-    np.testing.assert_array_equal(codes_of(changed), other)
-    np.testing.assert_array_equal(dequantize(changed), grid.steps(other) * step + low)
+    put_codes(changed, new_codes)
+    np.testing.assert_array_equal(codes_of(changed), new_codes)
+    np.testing.assert_array_equal(dequantize(changed), grid.steps(new_codes) * step + low)
     put_codes(changed, codes)
     assert changed.tobytes() == rows.tobytes()
 
@@ -91,22 +91,25 @@ def test_codes_on_their_grid_are_the_values_and_come_back(dtype: Dtype):
 @every_pointed
 def test_points_of_targets_on_the_grid_are_those_targets(dtype: Dtype):
     rows = quantize(normal(24, 512), dtype, np.ones(512, np.float32))
-    want, changed = dequantize(rows), quantize(normal(24, 512), dtype, np.ones(512, np.float32))
+    expected, changed = dequantize(rows), quantize(normal(24, 512), dtype, np.ones(512, np.float32))
     assert dtype.points is not None
     blocks = (x.view(np.uint8).reshape(24, 2, -1) for x in (rows, changed))
     scales = [np.abs(dtype.points.scales(raw)) for raw in blocks]
     assert all(np.isfinite(s).all() and (s > 0).any() for s in scales)
     grid, none = OnPoints(rows), np.eye(EIGHT, dtype=np.float32)
     for at in range(0, 512, EIGHT):
-        aim = np.ascontiguousarray(want[:, at : at + EIGHT].T)
+        aim = np.ascontiguousarray(expected[:, at : at + EIGHT].T)
         np.testing.assert_array_equal(grid.choose(np.arange(at, at + EIGHT), aim, none), aim)
-    other, before = OnPoints(changed), rows.copy()
-    other.numbers[:], other.signs[:] = RNG.integers(0, 256, other.numbers.shape), 255
-    other.put(rows)
-    assert (dequantize(rows) != want).any()
+    changed_grid, original = OnPoints(changed), rows.copy()
+    changed_grid.numbers[:], changed_grid.signs[:] = (
+        RNG.integers(0, 256, changed_grid.numbers.shape),
+        255,
+    )
+    changed_grid.put(rows)
+    assert (dequantize(rows) != expected).any()
     grid.put(rows)
-    np.testing.assert_array_equal(dequantize(rows), want)
-    assert rows.tobytes() == before.tobytes()
+    np.testing.assert_array_equal(dequantize(rows), expected)
+    assert rows.tobytes() == original.tobytes()
 
 
 @every_pointed
@@ -119,19 +122,19 @@ def test_the_point_chosen_is_the_best_of_all(dtype: Dtype):
     width = grid.points.width
     shift = np.float32(0) if grid.shift is None else grid.shift[1] * grid.scale[0]
     signs = np.where(got - shift < 0, -1, 1)[:width] if grid.shift is None else np.ones((width, 6))
-    every = (
+    candidates = (
         signs[:, None] * grid.points.grid.T[..., None] * grid.scale[0] + shift - aim[:width, None]
     )
-    errors = np.einsum("ikr,ij->jkr", every, np.linalg.inv(factor[:width, :width]))
+    errors = np.einsum("ikr,ij->jkr", candidates, np.linalg.inv(factor[:width, :width]))
     costs = np.square(errors).sum(0)
-    best = every[:, costs.argmin(0), np.arange(6)] + aim[:width]
+    best = candidates[:, costs.argmin(0), np.arange(6)] + aim[:width]
     np.testing.assert_allclose(got[:width], best, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [*KINDS, *POINTED], ids=str)
 def test_feedback_makes_less_otherwise_than_the_nearest_codes(dtype: Dtype):
-    same = np.ones(512, np.float32) if dtype.demanding else None
-    stored = quantize(normal(40, 512), dtype, same)
+    importance = np.ones(512, np.float32) if dtype.demanding else None
+    stored = quantize(normal(40, 512), dtype, importance)
     target = dequantize(stored) + 0.02 * normal(40, 512)
     z = inputs(512)
     back = feedback((z.T @ z).astype(np.float32), None, EIGHT if dtype.points else 1)
@@ -140,7 +143,9 @@ def test_feedback_makes_less_otherwise_than_the_nearest_codes(dtype: Dtype):
     grid.put(stored)
     squares = damped(z)
     with_feedback = lost(dequantize(stored) - target, squares)
-    assert with_feedback < 0.85 * lost(dequantize(quantize(target, dtype, same)) - target, squares)
+    assert with_feedback < 0.85 * lost(
+        dequantize(quantize(target, dtype, importance)) - target, squares
+    )
     assert wrong == pytest.approx(with_feedback, rel=1e-2)
 
 
@@ -150,8 +155,8 @@ def test_targets_make_of_the_merged_stream_what_the_matrix_makes_of_the_other():
     back = feedback((z.T @ z).astype(np.float32), ((x - z).T @ z).astype(np.float32))
     moved = np.empty_like(rows)
     moved[:, back.order] = back.targets(rows).T
-    before, after = (np.square(z @ t.T - x @ rows.T).sum() for t in (rows, moved))
-    assert after < 0.02 * before
+    old_error, new_error = (np.square(z @ t.T - x @ rows.T).sum() for t in (rows, moved))
+    assert new_error < 0.02 * old_error
     best = rows + rows @ ((x - z).T @ z).astype(np.float64) @ np.linalg.inv(damped(z))
     np.testing.assert_allclose(moved, best, atol=2e-3)
 
@@ -175,11 +180,11 @@ def test_columns_without_input_and_groups_without_a_step_are_no_trouble():
 def test_factor_and_inverse_in_place(n: int):
     half = RNG.standard_normal((n, 2 * n))
     a = half @ half.T
-    want = np.linalg.cholesky(a)
+    expected = np.linalg.cholesky(a)
     cholesky(a)
-    np.testing.assert_allclose(a, want, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(a, expected, rtol=1e-9, atol=1e-9)
     invert_lower(a)
-    np.testing.assert_allclose(a @ want, np.eye(n), atol=1e-9)
+    np.testing.assert_allclose(a @ expected, np.eye(n), atol=1e-9)
 
 
 # ---- whole models --------------------------------------------------------------------------------------------
@@ -209,9 +214,9 @@ class Rows:
 
 def merging(folder: Path, name: str, mix: str, scale: float = 0.1) -> Merge:
     """A random model in this mix, with a small random adapter in its blocks."""
-    plain, packed = folder / "f32.gguf", folder / "base.gguf"
-    random_model(plain, name)
-    assert main(["quantize", str(plain), str(packed), mix, "--pure"]) == 0
+    source, packed = folder / "f32.gguf", folder / "base.gguf"
+    random_model(source, name)
+    assert main(["quantize", str(source), str(packed), mix, "--pure"]) == 0
     base = open_model(packed)
     adapter = random_adapter(folder / "a.gguf", base)
     ((read, by),) = read_scaled([f"{adapter}:{scale}"], base.gguf)
@@ -220,9 +225,9 @@ def merging(folder: Path, name: str, mix: str, scale: float = 0.1) -> Merge:
 
 
 def reading_of(merge: Merge, rows: int = 24, limit: int | None = None) -> Reading:
-    found = reading(merge.adapted, merge.calibrated, TIME, rows, limit)
-    assert found is not None
-    return found
+    result = reading(merge.adapted, merge.calibrated, TIME, rows, limit)
+    assert result is not None
+    return result
 
 
 def end(model: ModelFile, rows: Rows) -> np.ndarray:
@@ -242,12 +247,12 @@ def test_a_merge_with_data_is_nearer_to_the_adapter_than_one_without(tmp_path, c
     assert len(merge.calibrated) >= 4 * merge.base.config.block_count
     merge.write(tmp_path / "plain.gguf", "plain")
     merge.write(tmp_path / "with.gguf", "with", reading_of(merge), Rows())
-    want, held = end(merge.adapted, Rows(6, seed=1)), Rows(6, seed=1)
-    plain, data = (
-        np.square(end(open_model(tmp_path / f"{which}.gguf"), held) - want).sum()
-        for which in ("plain", "with")
+    expected, held_out = end(merge.adapted, Rows(6, seed=1)), Rows(6, seed=1)
+    baseline, data = (
+        np.square(end(open_model(tmp_path / f"{label}.gguf"), held_out) - expected).sum()
+        for label in ("plain", "with")
     )
-    assert data < 0.7 * plain
+    assert data < 0.7 * baseline
 
 
 @pytest.mark.parametrize("name", ["llama tied", "llama experts"])
@@ -257,13 +262,13 @@ def test_a_base_of_points_keeps_its_type_and_takes_up_the_adapter(tmp_path, caps
     merge.write(tmp_path / "with.gguf", "with", reading_of(merge), Rows())
     merge.write(tmp_path / "plain.gguf", "plain")
     types = [
-        {e.dtype.name for n, e in GGUF(tmp_path / f"{which}.gguf").entries.items() if n in pairs}
-        for which, pairs in (("with", merge.calibrated), ("plain", plainly.calibrated))
+        {e.dtype.name for n, e in GGUF(tmp_path / f"{label}.gguf").entries.items() if n in pairs}
+        for label, pairs in (("with", merge.calibrated), ("plain", plainly.calibrated))
     ]
     assert types == [{"iq3_s"}, {"q4_K"}] and merge.grown == 0 < plainly.grown
-    want, held = end(merge.adapted, Rows(6, seed=1)), Rows(6, seed=1)
+    expected, held_out = end(merge.adapted, Rows(6, seed=1)), Rows(6, seed=1)
     base, data = (
-        np.square(end(model, held) - want).sum()
+        np.square(end(model, held_out) - expected).sum()
         for model in (merge.base, open_model(tmp_path / "with.gguf"))
     )
     assert data < 0.5 * base
@@ -272,12 +277,12 @@ def test_a_base_of_points_keeps_its_type_and_takes_up_the_adapter(tmp_path, caps
 def test_all_else_stays_byte_for_byte_and_the_file_as_large(tmp_path, capsys):
     merge = merging(tmp_path, "llama tied", "Q5_K")
     errors = merge.write(tmp_path / "m.gguf", "base", reading_of(merge), Rows())
-    base, made = merge.base.gguf, GGUF(tmp_path / "m.gguf")
-    assert {n: e.dtype for n, e in made.entries.items()} == {
+    base, merged = merge.base.gguf, GGUF(tmp_path / "m.gguf")
+    assert {n: e.dtype for n, e in merged.entries.items()} == {
         n: e.dtype for n, e in base.entries.items()
     }
-    same = {n for n in base.entries if made.array(n).tobytes() == base.array(n).tobytes()}
-    assert same == base.entries.keys() - set(merge.calibrated)
+    unchanged = {n for n in base.entries if merged.array(n).tobytes() == base.array(n).tobytes()}
+    assert unchanged == base.entries.keys() - set(merge.calibrated)
     assert errors.keys() == set(merge.calibrated) and all(0 < e < 1 for e in errors.values())
     assert not list(tmp_path.glob(".*"))
 
@@ -288,31 +293,33 @@ def test_blocks_before_the_first_change_are_passed_by_once(tmp_path, capsys, mon
     last = merge.base.config.block_count - 1
     pairs = {n: pair for n, pair in adapter.pairs.items() if n.startswith(f"blk.{last}.")}
     merge = replace(merge, adapters=[(replace(adapter, pairs=pairs), by)])
-    told = list[tuple[int, int]]()
-    one, both = tmp_path / "one.gguf", tmp_path / "both.gguf"
-    merge.write(one, "m", reading_of(merge), Rows(), block=lambda *block: told.append(block))
-    assert last > 0 and told == [(1, 1)]
+    progress = list[tuple[int, int]]()
+    skipped_path, advanced_path = tmp_path / "one.gguf", tmp_path / "both.gguf"
+    merge.write(
+        skipped_path, "m", reading_of(merge), Rows(), block=lambda *block: progress.append(block)
+    )
+    assert last > 0 and progress == [(1, 1)]
 
     def advance_both(streams: Streams, blocks: int) -> None:
         for i in range(blocks):
             streams.advance(streams.block(i))
 
     monkeypatch.setattr(Streams, "pass_by", advance_both)
-    merge.write(both, "m", reading_of(merge), Rows())
-    assert one.read_bytes() == both.read_bytes()
-    assert one.read_bytes() != merge.base.gguf.path.read_bytes()
+    merge.write(advanced_path, "m", reading_of(merge), Rows())
+    assert skipped_path.read_bytes() == advanced_path.read_bytes()
+    assert skipped_path.read_bytes() != merge.base.gguf.path.read_bytes()
 
 
 def test_threads_change_no_bit(tmp_path, capsys):
-    merge, count, made = merging(tmp_path, "llama", "Q8_0"), threads(), []
+    merge, count, outputs = merging(tmp_path, "llama", "Q8_0"), threads(), []
     try:
         for number in (1, count):
             set_threads(number)
             merge.write(tmp_path / "m.gguf", "m", reading_of(merge), Rows())
-            made.append((tmp_path / "m.gguf").read_bytes())
+            outputs.append((tmp_path / "m.gguf").read_bytes())
     finally:
         set_threads(count)
-    assert made[0] == made[-1]
+    assert outputs[0] == outputs[-1]
 
 
 def test_less_memory_reads_fewer_tokens_then_fewer_columns_and_then_there_is_no_room(monkeypatch):
@@ -321,9 +328,9 @@ def test_less_memory_reads_fewer_tokens_then_fewer_columns_and_then_there_is_no_
     model = cast(ModelFile, SimpleNamespace(config=wide, added={}, types=dict))
     names, rooms = {"blk.0.ffn_down.weight": f32}, list[Reading]()
     limit: int | None = None
-    while (found := reading(model, names, 512, 100, limit)) is not None:
-        rooms.append(found)
-        limit = found.nbytes - 1
+    while (result := reading(model, names, 512, 100, limit)) is not None:
+        rooms.append(result)
+        limit = result.nbytes - 1
     assert [r.tokens for r in rooms[:5]] == [16384, 8192, 4096, 2048, 1024]
     assert [r.width for r in rooms] == [8192] * 5 + [4096, 2048, 1024, 512]
     assert all(a.nbytes > b.nbytes for a, b in pairwise(rooms))
@@ -333,9 +340,9 @@ def test_a_merge_stays_in_its_room(tmp_path, capsys, monkeypatch):
     if "ALONE" not in os.environ:
         # in a process of its own, as a user's merge is: what other tests have freed lies scattered here
         name = f"{__file__}::test_a_merge_stays_in_its_room"
-        again = [sys.executable, "-m", "pytest", "-q", name]
-        alone = os.environ | {"ALONE": "1"}
-        done = subprocess.run(again, env=alone, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "pytest", "-q", name]
+        env = os.environ | {"ALONE": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
         return
     monkeypatch.setitem(CONFIGS, "wide", replace(CONFIGS["llama"], feed_forward_length=2048))
@@ -343,13 +350,13 @@ def test_a_merge_stays_in_its_room(tmp_path, capsys, monkeypatch):
     widths, limit = [], None
     merge.write(tmp_path / "m.gguf", "m", reading_of(merge, limit=limit), Rows())  # loads kernels
     while not widths or widths[-1] > 512:
-        found = reading_of(merge, limit=limit)
+        data_reading = reading_of(merge, limit=limit)
         settle()
         with Peak() as peak:
-            merge.write(tmp_path / "m.gguf", "m", found, Rows())
-        assert peak.nbytes - peak.baseline < found.nbytes
-        widths.append(found.width)
-        limit = found.nbytes - 1
+            merge.write(tmp_path / "m.gguf", "m", data_reading, Rows())
+        assert peak.nbytes - peak.baseline < data_reading.nbytes
+        widths.append(data_reading.width)
+        limit = data_reading.nbytes - 1
     assert widths == [2048, 1024, 512]
 
 
@@ -358,10 +365,10 @@ def test_experts_that_few_tokens_reach_are_rounded_as_they_are(tmp_path, capsys,
     merge = merging(tmp_path, "llama experts", "Q5_0")
     merge.write(tmp_path / "plain.gguf", "m")
     merge.write(tmp_path / "with.gguf", "m", reading_of(merge), Rows())
-    plain, data = (GGUF(tmp_path / f"{which}.gguf") for which in ("plain", "with"))
+    baseline, data = (GGUF(tmp_path / f"{label}.gguf") for label in ("plain", "with"))
     for name in merge.calibrated:
-        same = plain.array(name).tobytes() == data.array(name).tobytes()
-        assert same == name.endswith("ffn_down_exps.weight")
+        is_unchanged = baseline.array(name).tobytes() == data.array(name).tobytes()
+        assert is_unchanged == name.endswith("ffn_down_exps.weight")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -369,19 +376,19 @@ def test_every_matrix_of_every_architecture_is_found_with_what_it_reads(tmp_path
     config = random_model(tmp_path / "m.gguf", name)
     model = open_model(tmp_path / "m.gguf")
     types = model.types().items()
-    others = "attn_k_b.weight", *unread(config)  # the first is multiplied from its other side
+    excluded = "attn_k_b.weight", *unread(config)  # the first is multiplied from its other side
     inner = {name: dtype for name, dtype in types if name.startswith("blk.")}
     names = {
         name: dtype
         for name, dtype in inner.items()
-        if is_matrix(name, model.gguf.entries[name].shape) and not name.endswith(others)
+        if is_matrix(name, model.gguf.entries[name].shape) and not name.endswith(excluded)
     }
     graphs = Graphs.of(model, names, (1, TIME))
-    found = []
+    site_names = []
     for i in range(config.block_count):
         for site in graphs.block(i).sites:
             widths = {model.gguf.entries[n].shape[-1] for n in site.names}
             assert widths == {site.z.shape[-1]}
             assert (site.x is None) == (site.expert is not None)
-            found += site.names
-    assert sorted(found) == sorted(names)
+            site_names += site.names
+    assert sorted(site_names) == sorted(names)

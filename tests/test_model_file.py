@@ -28,9 +28,9 @@ CONFIG = Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e
 
 def save(path: Path, config: Config = CONFIG, **how: Any) -> dict[str, np.ndarray]:
     """A model of random values in a file; gives the values."""
-    given = values(config)
-    save_model(path, config, vocabulary(), given.__getitem__, name="small", **how)
-    return given
+    weights = values(config)
+    save_model(path, config, vocabulary(), weights.__getitem__, name="small", **how)
+    return weights
 
 
 # ---- in and out
@@ -39,11 +39,11 @@ def save(path: Path, config: Config = CONFIG, **how: Any) -> dict[str, np.ndarra
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_saved_opens_as_it_was(tmp_path: Path, tied: bool) -> None:
     config = replace(CONFIG, tied=tied)
-    given = save(tmp_path / "m.gguf", config, extra={"general.author": Value("string", "me")})
+    weights = save(tmp_path / "m.gguf", config, extra={"general.author": Value("string", "me")})
     model = open_model(tmp_path / "m.gguf")
     assert model.config == config
-    assert list(model.names) == list(given) == list(model.gguf.entries)
-    assert all(np.array_equal(model.weight(name), given[name]) for name in given)
+    assert list(model.names) == list(weights) == list(model.gguf.entries)
+    assert all(np.array_equal(model.weight(name), weights[name]) for name in weights)
     assert model.tokenizer().decode(model.tokenizer().encode("the cat")) == "the cat"
     keys = model.gguf.metadata
     assert (keys["general.file_type"], keys["general.author"]) == (0, "me")
@@ -59,51 +59,51 @@ def test_f32_is_mapped_and_not_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "number", "bits"), [("f16", 1, 11), ("bf16", 32, 8)])
 def test_halves_are_rounded_to_nearest(tmp_path: Path, dtype: str, number: int, bits: int) -> None:
-    given = save(tmp_path / "m.gguf", dtype=dtype)
+    weights = save(tmp_path / "m.gguf", dtype=dtype)
     model = open_model(tmp_path / "m.gguf")
     assert model.gguf.metadata["general.file_type"] == number
-    for name, value in given.items():
-        got = model.weight(name)
-        assert got.dtype == np.float32
+    for name, value in weights.items():
+        stored = model.weight(name)
+        assert stored.dtype == np.float32
         if value.ndim == 1:
-            assert str(model.gguf.entries[name].dtype) == "f32" and np.array_equal(got, value)
+            assert str(model.gguf.entries[name].dtype) == "f32" and np.array_equal(stored, value)
             continue
         assert str(model.gguf.entries[name].dtype) == dtype
         unit = 2.0 ** (np.floor(np.log2(np.abs(value))) + 1 - bits)  # of the last place kept
         unit = np.maximum(unit, 2.0**-24 if dtype == "f16" else 0)  # the least f16 there is
-        assert (np.abs(got.astype(np.float64) - value) <= unit / 2).all()
+        assert (np.abs(stored.astype(np.float64) - value) <= unit / 2).all()
 
 
 def test_bf16_ties_go_to_even_and_nan_stays(tmp_path: Path) -> None:
     bits = np.array(
         [0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0xFF800000, 0x7FFFFFFF], np.uint32
     )
-    given = values(CONFIG)
-    given["token_embd.weight"][0, :6] = bits.view(np.float32)
+    weights = values(CONFIG)
+    weights["token_embd.weight"][0, :6] = bits.view(np.float32)
     save_model(
         tmp_path / "m.gguf",
         CONFIG,
         vocabulary(),
-        given.__getitem__,
+        weights.__getitem__,
         name="small",
         dtype="bf16",
     )
-    got = open_model(tmp_path / "m.gguf").weight("token_embd.weight")[0, :6]
-    want = [0x3F800000, 0x3F820000, 0x3F810000, 0x3F810000, 0xFF800000]
-    assert got[:5].view(np.uint32).tolist() == want
-    assert np.isnan(got[5])
+    stored = open_model(tmp_path / "m.gguf").weight("token_embd.weight")[0, :6]
+    expected = [0x3F800000, 0x3F820000, 0x3F810000, 0x3F810000, 0xFF800000]
+    assert stored[:5].view(np.uint32).tolist() == expected
+    assert np.isnan(stored[5])
 
 
 def test_f16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
-    given = values(CONFIG)
-    given["blk.1.ffn_up.weight"][0, 0] = 70_000
+    weights = values(CONFIG)
+    weights["blk.1.ffn_up.weight"][0, 0] = 70_000
     (tmp_path / "m.gguf").write_bytes(b"before")
     with pytest.raises(InputError, match=r"blk\.1\.ffn_up\.weight has values up to 7e\+04, beyond"):
         save_model(
             tmp_path / "m.gguf",
             CONFIG,
             vocabulary(),
-            given.__getitem__,
+            weights.__getitem__,
             name="small",
             dtype="f16",
         )
@@ -111,14 +111,14 @@ def test_f16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_weights_are_asked_for_one_by_one_in_order(tmp_path: Path) -> None:
-    given, asked = values(CONFIG), []
+    arrays, requested_names = values(CONFIG), []
 
     def weights(name: str) -> np.ndarray:
-        asked.append(name)
-        return given[name]
+        requested_names.append(name)
+        return arrays[name]
 
     save_model(tmp_path / "m.gguf", CONFIG, vocabulary(), weights, name="small", dtype="f16")
-    assert asked == list(given)
+    assert requested_names == list(arrays)
 
 
 def test_a_weight_of_another_shape_or_vocabulary_is_not_saved(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_a_weight_of_another_shape_or_vocabulary_is_not_saved(tmp_path: Path) ->
 
 
 def test_a_deferred_tensor_must_be_as_announced(tmp_path: Path) -> None:
-    made = Deferred(BLOCK_TYPES["q8_0"], (2, 32), lambda: [np.zeros((2, 33), np.uint8)])
+    deferred = Deferred(BLOCK_TYPES["q8_0"], (2, 32), lambda: [np.zeros((2, 33), np.uint8)])
     with pytest.raises(GGUFError, match="t: 66 bytes were written, 68 announced"):
-        write(tmp_path / "m.gguf", {}, {"t": made})
+        write(tmp_path / "m.gguf", {}, {"t": deferred})
 
 
 @needs_shared
@@ -144,10 +144,10 @@ def test_a_real_model_opens_and_is_saved_again(tmp_path: Path) -> None:
     keys = model.gguf.values
     words = {key: value for key, value in keys.items() if key.startswith("tokenizer.")}
     save_model(tmp_path / "m.gguf", model.config, words, model.weight, name="again")
-    again = open_model(tmp_path / "m.gguf")
-    assert again.config == model.config
-    assert again.tokenizer().tokens == model.tokenizer().tokens
-    assert all(again.weight(n).tobytes() == model.weight(n).tobytes() for n in model.names)
+    resaved = open_model(tmp_path / "m.gguf")
+    assert resaved.config == model.config
+    assert resaved.tokenizer().tokens == model.tokenizer().tokens
+    assert all(resaved.weight(n).tobytes() == model.weight(n).tobytes() for n in model.names)
 
 
 # ---- what is refused
@@ -253,8 +253,8 @@ GEMMA_4 = {
 @pytest.mark.parametrize("line", GEMMA_4)
 def test_a_wrong_size_of_some_blocks_is_the_one_named(tmp_path: Path, line: str) -> None:
     config, path = CONFIGS["gemma4"], tmp_path / "bad.gguf"
-    own = {f"gemma4.{key}": value for key, value in GEMMA_4[line].items()}
-    keys = metadata(config, "small") | vocabulary() | own
+    changed_keys = {f"gemma4.{key}": value for key, value in GEMMA_4[line].items()}
+    keys = metadata(config, "small") | vocabulary() | changed_keys
     write(path, keys, dict[str, Any](values(config)))
     with pytest.raises(InputError, match=re.escape(f"{path}: gemma4.attention.{line}")):
         open_model(path)

@@ -63,9 +63,9 @@ print(sys.modules["packtrain"].__file__)
 
 def with_toy(folder: Path) -> Path:
     """A copy of packtrain that has the toy, too: a module, and its name in a list."""
-    there = copy_package(folder) / "models/arch"
-    (there / "toy.py").write_text(MODULE)
-    edit(there / "__init__.py", (' "smollm3",\n)', ' "smollm3", "toy",\n)'))
+    arch_folder = copy_package(folder) / "models/arch"
+    (arch_folder / "toy.py").write_text(MODULE)
+    edit(arch_folder / "__init__.py", (' "smollm3",\n)', ' "smollm3", "toy",\n)'))
     return folder
 
 
@@ -74,8 +74,8 @@ def write_toy(folder: Path) -> None:
     config, tensors = hugging_face.write_checkpoint(folder, "qwen3")
     config |= {"architectures": ["ToyForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "cap": 7.0}
     (folder / "config.json").write_text(json.dumps(config))
-    less = {n: value - 1 if value.ndim == 1 else value for n, value in tensors.items()}
-    hugging_face.write_safetensors(folder / "model.safetensors", less)
+    shifted_norms = {n: value - 1 if value.ndim == 1 else value for n, value in tensors.items()}
+    hugging_face.write_safetensors(folder / "model.safetensors", shifted_norms)
 
 
 def test_one_module_and_its_name_in_a_list_are_an_architecture(tmp_path: Path) -> None:

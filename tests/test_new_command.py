@@ -48,9 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_runs_with_flags_and_with_a_file_of_settings(folder: Path) -> None:
-    for given in ("--least 2", "--config given.yaml"):
-        ran = packtrain_in(folder, f"count text.txt {given}")
-        assert (ran.returncode, ran.stdout, ran.stderr) == (0, "{'a': 2, 'b': 2}\n", "")
+    for flags in ("--least 2", "--config given.yaml"):
+        result = packtrain_in(folder, f"count text.txt {flags}")
+        assert (result.returncode, result.stdout, result.stderr) == (0, "{'a': 2, 'b': 2}\n", "")
 
 
 def test_its_help_is_what_its_module_says(folder: Path) -> None:

@@ -67,14 +67,14 @@ def test_ctrl_c_saves_and_the_same_call_goes_on(tmp_path, capsys):
         if step.step == 3:
             signal.raise_signal(signal.SIGINT)
 
-    given = dict(iters=8, seed=4, **SMALL)
-    whole = pt.train(TEXTS, output=tmp_path / "whole.gguf", **given)
+    options = dict(iters=8, seed=4, **SMALL)
+    reference = pt.train(TEXTS, output=tmp_path / "whole.gguf", **options)
     output = tmp_path / "a.gguf"
-    stopped = pt.train(TEXTS, output=output, on_step=interrupt, **given)
+    stopped = pt.train(TEXTS, output=output, on_step=interrupt, **options)
     assert stopped.stopped and stopped.progress.step == 3 and "resume=True" in repr(stopped)
     assert "stopped after step 3 of 8; continue with: the same call" in capsys.readouterr().err
-    done = pt.train(TEXTS, output=output, resume=True, **given)
-    assert not done.stopped and done.losses == whole.losses
+    done = pt.train(TEXTS, output=output, resume=True, **options)
+    assert not done.stopped and done.losses == reference.losses
 
 
 def test_a_run_without_a_checkpoint_says_that_it_begins(tmp_path, capsys):
@@ -92,19 +92,19 @@ def test_ctrl_c_in_fit_saves(tmp_path):
 
     x = np.ones((40, 2), np.float32)
     data = {"x": x, "y": x.sum(1, keepdims=True)}
-    before = [0]
+    batch_count = [0]
 
     def interrupt(batch):
-        before[0] += 1
-        if before[0] == 3:
+        batch_count[0] += 1
+        if batch_count[0] == 3:
             signal.raise_signal(signal.SIGINT)
 
-    given = {"epochs": 2, "batch": 10, "folder": tmp_path / "run"}
-    done = pt.fit(net, data, callbacks=pt.Callbacks(after=interrupt), **given)
+    options = {"epochs": 2, "batch": 10, "folder": tmp_path / "run"}
+    done = pt.fit(net, data, callbacks=pt.Callbacks(after=interrupt), **options)
     assert done.stopped and done.trainer.done == 3
-    again = pt.fit(net, data, resume=True, **given)
-    assert not again.stopped and again.trainer.done == 8 and len(again.history) >= 1
-    assert "<svg" in again._repr_html_() and "\n" not in repr(again)
+    resumed = pt.fit(net, data, resume=True, **options)
+    assert not resumed.stopped and resumed.trainer.done == 8 and len(resumed.history) >= 1
+    assert "<svg" in resumed._repr_html_() and "\n" not in repr(resumed)
 
 
 class Frame:

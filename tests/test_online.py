@@ -28,14 +28,14 @@ TRACES = {
 
 
 def replay(allocator: Allocator, trace: str) -> None:
-    taken: dict[str, tuple[int, int]] = {}
+    allocations: dict[str, tuple[int, int]] = {}
     for act in trace.split(", "):
         if act.startswith("-"):
-            allocator.release(*taken.pop(act[1:]))
+            allocator.release(*allocations.pop(act[1:]))
         else:
-            name, size, wanted = act.split()
-            taken[name] = allocator.take(int(size)), int(size)
-            assert taken[name][0] == int(wanted[1:]), act
+            name, size, expected_offset = act.split()
+            allocations[name] = allocator.take(int(size)), int(size)
+            assert allocations[name][0] == int(expected_offset[1:]), act
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -80,8 +80,8 @@ def test_free_blocks_after_each_merge() -> None:
 def test_bytes_that_are_free_are_not_released_again(offset: int) -> None:
     """Twice, in part, around a block, or beyond the end of the buffer."""
     allocator = Allocator(nbytes=48)
-    taken = [allocator.take(16) for _ in range(3)]
-    allocator.release(taken[1], 16)
+    offsets = [allocator.take(16) for _ in range(3)]
+    allocator.release(offsets[1], 16)
     before = [*allocator.free]
     with pytest.raises(ValueError, match="are not all taken"):
         allocator.release(offset, 24 if offset in (0, 24) else 16)
@@ -125,20 +125,20 @@ def test_measuring_gives_the_offsets_of_the_real_run(seed: int) -> None:
 
     def run(allocator: Allocator) -> list[int]:
         rng = np.random.default_rng(seed)
-        held: list[tuple[int, int]] = []
+        live_blocks: list[tuple[int, int]] = []
         offsets = []
         for _ in range(200):
-            if held and rng.random() < 0.5:
-                allocator.release(*held.pop(int(rng.integers(len(held)))))
+            if live_blocks and rng.random() < 0.5:
+                allocator.release(*live_blocks.pop(int(rng.integers(len(live_blocks)))))
             else:
                 size = int(rng.integers(1, 300))
                 offsets.append(allocator.take(size))
-                held.append((offsets[-1], size))
+                live_blocks.append((offsets[-1], size))
         return offsets
 
     measuring = Allocator(alignment=32)
-    wanted = run(measuring)
-    assert run(Allocator(alignment=32, nbytes=measuring.nbytes_used + 32)) == wanted
+    expected_offsets = run(measuring)
+    assert run(Allocator(alignment=32, nbytes=measuring.nbytes_used + 32)) == expected_offsets
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------
@@ -172,8 +172,10 @@ def test_bytes_are_freed_after_the_last_reader_or_at_barriers(
 def test_steps_may_be_followed_in_another_order() -> None:
     steps = [host("a", 10), host("b", 20), host("c", 5, "a"), host("d", 10, "b")]
     assert follow(steps, {"host": Allocator()}) == {"a": 0, "b": 10, "c": 30, "d": 0}
-    other = follow(steps, {"host": Allocator()}, [1, BARRIER, 3, BARRIER, 0, BARRIER, 2])
-    assert other == {"b": 0, "d": 20, "a": 0, "c": 10}
+    reordered_offsets = follow(
+        steps, {"host": Allocator()}, [1, BARRIER, 3, BARRIER, 0, BARRIER, 2]
+    )
+    assert reordered_offsets == {"b": 0, "d": 20, "a": 0, "c": 10}
 
 
 def test_several_spaces_at_once() -> None:

@@ -94,5 +94,5 @@ def test_rows_of_any_type_are_repeated_and_added() -> None:
     blocks = packed.view(Q8_0.numpy)
     w = pt.constant("w", blocks, Q8_0)
     graph = pt.Graph({"many": pt.cast(pt.repeat(w, shape=(3, 4, 32))), "one": pt.cast(w)})
-    made = pt.Session().executor(pt.place(graph))()
-    np.testing.assert_array_equal(made["many"], np.tile(made["one"], (3, 2, 1)))
+    outputs = pt.Session().executor(pt.place(graph))()
+    np.testing.assert_array_equal(outputs["many"], np.tile(outputs["one"], (3, 2, 1)))

@@ -119,8 +119,8 @@ def test_one_file_and_its_name_add_an_optimizer(copy: Path) -> None:
     for name, steps in (("whole", "5"), ("parts", "2"), ("parts", "5 --resume")):
         ran = packtrain_in(copy, f"{SMALL} -o {name}.gguf --iters {steps}")
         assert ran.returncode == 0, ran.stderr
-    whole, parts = ((copy / f"{name}.gguf").read_bytes() for name in ("whole", "parts"))
-    assert len(whole) == len(parts)
+    reference, parts = ((copy / f"{name}.gguf").read_bytes() for name in ("whole", "parts"))
+    assert len(reference) == len(parts)
     saved = [GGUF(copy / f"{name}.run/checkpoint.gguf") for name in ("whole", "parts")]
     assert [*saved[0].entries] == [*saved[1].entries]
     for name in saved[0].entries:
@@ -163,41 +163,46 @@ class Momentum(SGD):
 def test_a_moment_counts_whatever_it_is_called() -> None:
     """Of a base of which one block is trained, what is not trained is mapped; moments are not."""
     shape = StepShape(CONFIG, 2, TIME, base=Base((), last=1))
-    plain, made = (make_plans(shape, optimizer) for optimizer in (SGD(), Momentum()))
-    assert set(made.trained) == set(plain.trained) and made.mapped_nbytes == plain.mapped_nbytes > 0
-    assert made.state_nbytes == plain.weight_nbytes == made.weight_nbytes
-    assert made.nbytes >= plain.nbytes + plain.weight_nbytes
-    assert set(made.saved) == {
-        f"{kind}{name}" for kind in ("", "blk.0.mu/") for name in plain.trained
+    sgd_plans, momentum_plans = (make_plans(shape, optimizer) for optimizer in (SGD(), Momentum()))
+    assert (
+        set(momentum_plans.trained) == set(sgd_plans.trained)
+        and momentum_plans.mapped_nbytes == sgd_plans.mapped_nbytes > 0
+    )
+    assert momentum_plans.state_nbytes == sgd_plans.weight_nbytes == momentum_plans.weight_nbytes
+    assert momentum_plans.nbytes >= sgd_plans.nbytes + sgd_plans.weight_nbytes
+    assert set(momentum_plans.saved) == {
+        f"{kind}{name}" for kind in ("", "blk.0.mu/") for name in sgd_plans.trained
     }
 
 
 def test_sums_and_caches_begin_anew() -> None:
-    made = make_plans(StepShape(CONFIG, 1, TIME, 2), AdamW())
-    assert {leaf.role for leaf in made.kept.values()} == {"weight", "moment", "sum"}
-    assert {leaf.role for leaf in made.saved.values()} == {"weight", "moment"}
+    plans = make_plans(StepShape(CONFIG, 1, TIME, 2), AdamW())
+    assert {leaf.role for leaf in plans.kept.values()} == {"weight", "moment", "sum"}
+    assert {leaf.role for leaf in plans.saved.values()} == {"weight", "moment"}
     assert state("x", (2,)).role == "moment" and weight("w", (2,), bf16).role == "weight"
 
 
 def test_others_that_keep_less_are_proposed() -> None:
-    assert [other.name for other in leaner(AdamW())] == ["sgd", "muon"]
+    assert [optimizer.name for optimizer in leaner(AdamW())] == ["sgd", "muon"]
     assert [*leaner(SGD())] == []
     assert all(name == kind.name for name, kind in OPTIMIZERS.items())
 
 
 @pytest.mark.parametrize("name", ["beta1", "batch_size"])
 def test_two_settings_of_one_name_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = dataclasses.make_dataclass(
+    optimizer_class = dataclasses.make_dataclass(
         "Other",
         [(name, float, TRAINING(0.3, "another"))],
         bases=(SGD,),
         namespace={"name": "other"},
         frozen=True,
     )
-    monkeypatch.setitem(OPTIMIZERS, "other", made)
-    bare = type("Bare", (), {"__annotations__": {"optimizer": str}, "batch_size": TRAINING(8, "")})
+    monkeypatch.setitem(OPTIMIZERS, "other", optimizer_class)
+    settings_class = type(
+        "Bare", (), {"__annotations__": {"optimizer": str}, "batch_size": TRAINING(8, "")}
+    )
     with pytest.raises(TypeError, match=f"other: another setting is called {name}"):
-        with_those_of_optimizers(bare)
+        with_those_of_optimizers(settings_class)
 
 
 # ---- several evaluations ---------------------------------------------------------------------------------------
@@ -223,9 +228,9 @@ def trained(
     """Losses of a step at each rate on one batch, and the weights after them."""
     engine = Engine(make_plans(shape, optimizer), optimizer)
     engine.session.set(values(CONFIG))
-    whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    full_batch = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
     parts = range(0, 4, shape.rows)
-    micros = [{name: x[at : at + shape.rows] for name, x in whole.items()} for at in parts]
+    micros = [{name: x[at : at + shape.rows] for name, x in full_batch.items()} for at in parts]
     losses = [engine.step(micros, t, rate).loss for t, rate in enumerate(rates, 1)]
     return losses, {name: engine.session.get(name) for name in engine.plans.trained}
 
@@ -233,19 +238,19 @@ def trained(
 @pytest.mark.parametrize("micros", [1, 2])
 def test_an_optimizer_may_evaluate_several_times_in_a_step(micros: int) -> None:
     shape = StepShape(CONFIG, 4 // micros, TIME, micros, max_norm=1.0)
-    apart = replace(shape, evaluations=2)
-    assert runs(apart) == {MICRO: 2 * micros, UPDATE: 2}
-    losses, wanted = trained(SGD(), shape, [1e-2, 1e-2])
+    double_shape = replace(shape, evaluations=2)
+    assert runs(double_shape) == {MICRO: 2 * micros, UPDATE: 2}
+    losses, expected = trained(SGD(), shape, [1e-2, 1e-2])
     assert losses[1] < losses[0]
-    got = trained(Careful(), apart, [1e-2])
-    assert got[0] == losses[:1] and same_bits(got[1], wanted)
+    got = trained(Careful(), double_shape, [1e-2])
+    assert got[0] == losses[:1] and same_bits(got[1], expected)
     # a step that is too long is not followed by another
-    assert same_bits(trained(Careful(), apart, [30.0])[1], trained(SGD(), shape, [30.0])[1])
+    assert same_bits(trained(Careful(), double_shape, [30.0])[1], trained(SGD(), shape, [30.0])[1])
 
 
 def test_forms_of_several_evaluations_sum_their_gradients() -> None:
-    found = [*candidates(StepShape(CONFIG, 4, TIME, 2, max_norm=1.0, evaluations=2))]
-    assert len(found) == 3 and not any(one.layered or one.two_passes for one in found)
+    forms = [*candidates(StepShape(CONFIG, 4, TIME, 2, max_norm=1.0, evaluations=2))]
+    assert len(forms) == 3 and not any(form.layered or form.two_passes for form in forms)
 
 
 # ---- momentum, and steps that are orthogonal ------------------------------------------------------------------
@@ -268,24 +273,24 @@ def test_momentum_is_the_sum_that_it_says() -> None:
     shape = StepShape(CONFIG, 4, TIME)
     for nesterov in (False, True):
         optimizer = SGD(momentum=0.9, nesterov=nesterov)
-        _, found = trained(optimizer, shape, rates)
-        wanted, sums = values(CONFIG), dict[str, np.ndarray]()
+        _, updated = trained(optimizer, shape, rates)
+        expected, sums = values(CONFIG), dict[str, np.ndarray]()
         for rate in rates:
-            for name, g in gradients_at(wanted).items():
+            for name, g in gradients_at(expected).items():
                 sums[name] = 0.9 * sums.get(name, 0) + g
-                wanted[name] = wanted[name] - rate * (
+                expected[name] = expected[name] - rate * (
                     g + 0.9 * sums[name] if nesterov else sums[name]
                 )
-        for name, w in wanted.items():
-            np.testing.assert_allclose(found[name], w, atol=1e-5)
+        for name, w in expected.items():
+            np.testing.assert_allclose(updated[name], w, atol=1e-5)
 
 
 def gradients_at(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Of the batch that `trained` takes."""
     engine = Engine(make_plans(StepShape(CONFIG, 4, TIME), SGD()), SGD())
     engine.session.set(weights)
-    whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
-    engine.step([whole], 1, 1.0)
+    full_batch = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    engine.step([full_batch], 1, 1.0)
     return {name: w - engine.session.get(name) for name, w in weights.items()}
 
 
@@ -301,25 +306,25 @@ def test_the_loss_falls(optimizer: Optimizer) -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_values_are_clipped_after_the_norm(max_norm: float | None) -> None:
     """As the rule says in NumPy, and alike in one pass, in two and from sums of micro-batches."""
-    most = 2e-3
-    shape = StepShape(CONFIG, 4, TIME, max_norm=max_norm, max_value=most)
+    max_value = 2e-3
+    shape = StepShape(CONFIG, 4, TIME, max_norm=max_norm, max_value=max_value)
     start, raw = values(CONFIG), gradients_at(values(CONFIG))
     norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in raw.values()))
     gate = 1.0 if max_norm is None else min(1.0, max_norm / norm)
-    _, found = trained(SGD(), shape, [1.0])
+    _, updated = trained(SGD(), shape, [1.0])
     clipped = 0
     for name, g in raw.items():
-        wanted = np.clip(gate * g, -most, most)
-        clipped += int((np.abs(wanted) == most).sum())
-        np.testing.assert_allclose(start[name] - found[name], wanted, atol=2e-7, err_msg=name)
+        expected = np.clip(gate * g, -max_value, max_value)
+        clipped += int((np.abs(expected) == max_value).sum())
+        np.testing.assert_allclose(start[name] - updated[name], expected, atol=2e-7, err_msg=name)
     assert norm > 0.5 and clipped > 100
     rates = [1e-2, 1e-2]
-    _, one = trained(AdamW(), shape, rates)
+    _, reference = trained(AdamW(), shape, rates)
     clipped_by_norm = replace(shape, max_norm=max_norm or float("inf"))
-    for other in ({"two_passes": True}, {"twice": 1}, {"twice": CONFIG.block_count}):
-        assert same_bits(trained(AdamW(), replace(clipped_by_norm, **other), rates)[1], one)
+    for variant in ({"two_passes": True}, {"twice": 1}, {"twice": CONFIG.block_count}):
+        assert same_bits(trained(AdamW(), replace(clipped_by_norm, **variant), rates)[1], reference)
     _, summed = trained(AdamW(), replace(shape, evaluations=2), rates)
-    for name, w in one.items():
+    for name, w in reference.items():
         np.testing.assert_allclose(summed[name], w, atol=1e-6 if max_norm else 0, err_msg=name)
 
 
@@ -327,11 +332,13 @@ def test_a_gradient_that_is_not_finite_is_not_clipped_to_one_that_is() -> None:
     shape = StepShape(CONFIG, 4, TIME, max_value=1e-3)
     for form in (replace(shape, max_norm=1.0), replace(shape, evaluations=2)):
         engine = Engine(make_plans(form, AdamW()), AdamW())
-        given = values(CONFIG) | {"output_norm.weight": np.full(CONFIG.embedding_length, 3e38, "f")}
-        engine.session.set(given)
-        whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
-        assert engine.step([whole], 1, 1e-2).bad is not None
-        assert same_bits({name: engine.session.get(name) for name in given}, given)
+        weights = values(CONFIG) | {
+            "output_norm.weight": np.full(CONFIG.embedding_length, 3e38, "f")
+        }
+        engine.session.set(weights)
+        full_batch = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+        assert engine.step([full_batch], 1, 1e-2).bad is not None
+        assert same_bits({name: engine.session.get(name) for name in weights}, weights)
 
 
 # ---- numbers are inputs ---------------------------------------------------------------------------------------
@@ -349,20 +356,22 @@ def test_a_gradient_that_is_not_finite_is_not_clipped_to_one_that_is() -> None:
 def test_numbers_change_between_steps_without_a_new_plan(first: Optimizer, then: Optimizer) -> None:
     """The same bits as an engine that was planned for them, from the same state."""
     shape = StepShape(CONFIG, 4, TIME)
-    whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
-    engine, other, same = (Engine(make_plans(shape, kind), kind) for kind in (first, then, first))
-    for made in (engine, same):
-        made.session.set(values(CONFIG))
-        made.step([whole], 1, 1e-2)
-    other.session.set({name: engine.session.get(name) for name in engine.plans.saved})
-    engine.optimizer = then
-    for made in (engine, other, same):
-        made.step([whole], 2, 3e-2)
-    found, wanted, unlike = (
-        {name: made.session.get(name) for name in made.plans.saved}
-        for made in (engine, other, same)
+    full_batch = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    engine, fresh, unchanged = (
+        Engine(make_plans(shape, kind), kind) for kind in (first, then, first)
     )
-    assert same_bits(found, wanted) and not same_bits(found, unlike)
+    for runner in (engine, unchanged):
+        runner.session.set(values(CONFIG))
+        runner.step([full_batch], 1, 1e-2)
+    fresh.session.set({name: engine.session.get(name) for name in engine.plans.saved})
+    engine.optimizer = then
+    for runner in (engine, fresh, unchanged):
+        runner.step([full_batch], 2, 3e-2)
+    result, expected, unlike = (
+        {name: runner.session.get(name) for name in runner.plans.saved}
+        for runner in (engine, fresh, unchanged)
+    )
+    assert same_bits(result, expected) and not same_bits(result, unlike)
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Muon])
@@ -374,16 +383,16 @@ def test_decay_is_of_tensors_with_so_many_axes(kind: type[AdamW | SGD]) -> None:
 
     still = after(weight_decay=0.0)
     for axes in (1, 2, 3):
-        found = after(weight_decay=share, decay_axes=axes)
+        decayed = after(weight_decay=share, decay_axes=axes)
         for name, w in start.items():
-            less = rate * share * w if w.ndim >= axes else 0.0 * w
-            np.testing.assert_allclose(found[name] + less, still[name], atol=1e-6, err_msg=name)
+            decay = rate * share * w if w.ndim >= axes else 0.0 * w
+            np.testing.assert_allclose(decayed[name] + decay, still[name], atol=1e-6, err_msg=name)
 
 
 def test_the_eps_of_adamw_is_added_to_the_root() -> None:
     """At step 1 both moments are those of the gradient itself: w = w - lr g / (|g| + eps)."""
     start, raw = values(CONFIG), gradients_at(values(CONFIG))
-    _, found = trained(AdamW(eps=0.1, weight_decay=0.0), StepShape(CONFIG, 4, TIME), [1e-2])
+    _, updated = trained(AdamW(eps=0.1, weight_decay=0.0), StepShape(CONFIG, 4, TIME), [1e-2])
     for name, g in raw.items():
-        wanted = start[name] - 1e-2 * g / (np.abs(g) + 0.1)
-        np.testing.assert_allclose(found[name], wanted, atol=1e-6, err_msg=name)
+        expected = start[name] - 1e-2 * g / (np.abs(g) + 0.1)
+        np.testing.assert_allclose(updated[name], expected, atol=1e-6, err_msg=name)

@@ -18,29 +18,29 @@ def test_an_order_is_a_permutation(count: int):
 
 def test_every_permutation_comes_as_often():
     """Of three items in 6,000 epochs each of six orders; 30 is 99.999 % of chi-squared with 5 degrees of freedom."""
-    seen = Counter(
+    counts = Counter(
         tuple(item_at(i, 3, keys_of(1, epoch)) for i in range(3)) for epoch in range(6_000)
     )
-    assert len(seen) == 6
-    assert sum((n - 1000) ** 2 / 1000 for n in seen.values()) < 30
+    assert len(counts) == 6
+    assert sum((n - 1000) ** 2 / 1000 for n in counts.values()) < 30
 
 
 @pytest.mark.parametrize("salt", [0, 9])
 def test_every_place_takes_every_item_as_often(salt: int):
     """By chi-squared with 36 degrees of freedom, of which 90 is more than 99.9999 %."""
     for place in (0, 17, 36):
-        seen = Counter(item_at(place, 37, keys_of(2, epoch), salt) for epoch in range(3_700))
-        assert sum((seen[item] - 100) ** 2 / 100 for item in range(37)) < 90
+        counts = Counter(item_at(place, 37, keys_of(2, epoch), salt) for epoch in range(3_700))
+        assert sum((counts[item] - 100) ** 2 / 100 for item in range(37)) < 90
 
 
 def test_keys_epochs_and_salts_differ():
     epochs = [keys_of(seed, epoch) for seed in (0, 1, -1) for epoch in (0, 1)]
-    found = {
+    orders = {
         tuple(item_at(i, 50, keys, salt) for i in range(50))
         for keys in epochs
         for salt in (0, 1, 2)
     }
-    assert len(found) == 18
+    assert len(orders) == 18
 
 
 def test_neighbours_part():

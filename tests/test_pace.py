@@ -32,9 +32,9 @@ def test_documents_hide_others():
 
 
 def test_learnt_tokens_are_counted():
-    found = [batch(10), batch(5, weights=0.0), batch(4, 3)]
-    assert learnt(found, 22) == 17
-    assert learnt(found, 220) == 170
+    batches = [batch(10), batch(5, weights=0.0), batch(4, 3)]
+    assert learnt(batches, 22) == 17
+    assert learnt(batches, 220) == 170
     assert learnt([], 2048) == 2048
 
 
@@ -49,11 +49,11 @@ def processor(monkeypatch):
 def run(expected: float, took: float, processor: list[float], share: float = 1.0, left: int = 1000):
     """What is said in some steps of so many seconds, and by what the rates were corrected."""
     corrections = list[float]()
-    found = expected_pace.pace(expected, corrections.append)
+    report_pace = expected_pace.pace(expected, corrections.append)
     said = []
     for i in range(3 * STEPS):
         processor[0] += took * (1 - share)
-        said.append(found(took * (10 if i == 0 else 1), left - i))
+        said.append(report_pace(took * (10 if i == 0 else 1), left - i))
     return [text for text in said if text], corrections
 
 
@@ -82,8 +82,8 @@ def test_the_end_of_a_short_run_is_not_worth_a_word(processor):
 
 
 def test_one_slow_step_is_no_reason(processor):
-    found = expected_pace.pace(1.0, lambda _: pytest.fail("corrected"))
-    assert not any(found(t, 1000) for t in (1.0, 1.0, 9.0, 1.0, 1.1, 1.0, 1.0))
+    report_pace = expected_pace.pace(1.0, lambda _: pytest.fail("corrected"))
+    assert not any(report_pace(t, 1000) for t in (1.0, 1.0, 9.0, 1.0, 1.1, 1.0, 1.0))
     assert expected_pace.STEPS >= 3
 
 

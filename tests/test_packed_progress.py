@@ -27,8 +27,8 @@ def packed_file(folder: Path, name: str) -> Path:
         path.write_bytes(gzip.compress("\n".join(rows).encode()))
     elif name.endswith(".xlsx"):
         workbook(path, Texts=[["text"], *([line] for line in lines)])
-        with zipfile.ZipFile(path) as plain:
-            parts = {part.filename: plain.read(part) for part in plain.infolist()}
+        with zipfile.ZipFile(path) as archive:
+            parts = {part.filename: archive.read(part) for part in archive.infolist()}
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
             for part, content in parts.items():
                 file.writestr(part, content)

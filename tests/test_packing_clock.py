@@ -29,23 +29,23 @@ class Ticking:
 def test_every_phase_looks_at_the_clock(seconds: int) -> None:
     """Each buffer placed costs a look: time runs out in first fits, in skylines, and in the search."""
     kernels.load_all(["packing"])
-    columns, now = hard(400), Ticking()
-    *_, best = packings(*columns, seconds=seconds, now=now)
-    assert now.looks <= seconds + 10
+    columns, clock = hard(400), Ticking()
+    *_, best = packings(*columns, seconds=seconds, now=clock)
+    assert clock.looks <= seconds + 10
     assert clash(*columns, best.offsets) is None
-    again = last(*columns, seconds=seconds, now=Ticking())
-    assert seconds > 3_000 or np.array_equal(best.offsets, again.offsets)
+    repeated = last(*columns, seconds=seconds, now=Ticking())
+    assert seconds > 3_000 or np.array_equal(best.offsets, repeated.offsets)
 
 
 def test_a_search_is_stopped_by_the_clock() -> None:
     """Its limit of work would last for years."""
     start, end, size = hard(400)
     part = exact._Part(start, end, size, np.cumsum(size) - size, 1, np.arange(400))
-    now = Ticking()
-    budget = exact._Budget(Clock(20, now))
+    clock = Ticking()
+    budget = exact._Budget(Clock(20, clock))
     assert budget.left == exact.ENDLESS
     assert not part._search(100_000, exact.ENDLESS, budget)
-    assert 20 < now.looks < 30
+    assert 20 < clock.looks < 30
 
 
 def test_shelves_hold_what_has_no_time() -> None:
@@ -55,30 +55,31 @@ def test_shelves_hold_what_has_no_time() -> None:
         assert pairs_apart(start, end, size, offsets)
         octaves = np.frexp(size - 0.5)[1]
         kinds = [octaves == k for k in set(octaves.tolist())]
-        most = sum(
-            max(int((mine & (start <= t) & (t < end)).sum()) for t in start) * int(size[mine].max())
-            for mine in kinds
+        max_height = sum(
+            max(int((members & (start <= t) & (t < end)).sum()) for t in start)
+            * int(size[members].max())
+            for members in kinds
         )
-        assert height(size, offsets) <= most
+        assert height(size, offsets) <= max_height
 
 
 def test_the_crowd_of_a_buffer_is_the_most_alive_in_its_life() -> None:
     for seed in range(30):
         start, end, size = problem(seed, 40, steps=20)
         alive = [int(size[(start <= t) & (t < end)].sum()) for t in range(int(end.max()))]
-        most = [max(alive[s:e]) for s, e in zip(start, end, strict=True)]
-        assert crowd(start, end, size).tolist() == most
+        expected = [max(alive[s:e]) for s, e in zip(start, end, strict=True)]
+        assert crowd(start, end, size).tolist() == expected
 
 
 def test_the_time_of_reading_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
-    given.write_text(EXAMPLE)
-    began, left = time.monotonic() - 7, []
+    source, output = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text(EXAMPLE)
+    start, left = time.monotonic() - 7, []
 
     def timed(columns: Problem, enough: int, seconds: float) -> tuple[Packing, float]:
         left.append(seconds)
         return last(*columns), 0.0
 
     monkeypatch.setattr(benchmark, "timed", timed)
-    assert benchmark.solve(given, 0, 10.0, made, began) == 0
+    assert benchmark.solve(source, 0, 10.0, output, start) == 0
     assert left[0] <= 3

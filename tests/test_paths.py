@@ -26,8 +26,8 @@ FLAGS = "from packtrain.kernels import panels; print(panels.AVX512, panels.HALF,
 def run(cpu, *command, **variables):
     """The output of Python, with kernels for this CPU."""
     environment = os.environ | {"PACKTRAIN_CPU": cpu} | variables
-    whole = [sys.executable, *command]
-    done = subprocess.run(whole, env=environment, capture_output=True, text=True)
+    argv = [sys.executable, *command]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -47,5 +47,5 @@ def test_bf16_without_amx():
 def test_tiles_that_linux_refuses_are_not_used(tmp_path):
     """In a cache of its own: to the children that compile, Linux does not refuse them."""
     refused = "from packtrain.kernels import runtime; runtime.ARCH_PRCTL = -1; "
-    own = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert run("", "-c", refused + FLAGS, **own) == "True True False\n"
+    env_variables = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert run("", "-c", refused + FLAGS, **env_variables) == "True True False\n"

@@ -43,8 +43,8 @@ def test_a_run_without_a_budget_stays_within_its_plan(
 ) -> None:
     """A module that is loaded inside the plan takes memory that nothing counts: 6 MiB where it has to be compiled."""
     KINDS[kind].prepare(tmp_path)
-    more = ["--iters", "12", "--steps-per-eval", "4", "-o", str(tmp_path / "m.gguf")]
-    command = [sys.executable, "-c", WATCHED, *KINDS[kind].flags(tmp_path), *more]
+    run_flags = ["--iters", "12", "--steps-per-eval", "4", "-o", str(tmp_path / "m.gguf")]
+    command = [sys.executable, "-c", WATCHED, *KINDS[kind].flags(tmp_path), *run_flags]
     inside, outside = pty.openpty() if terminal else os.pipe()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     with (
@@ -57,9 +57,9 @@ def test_a_run_without_a_budget_stays_within_its_plan(
         text = b""
         while part := _read(said.fileno()):
             text += part
-        late = process.stdout.read() if process.stdout else ""
+        late_modules = process.stdout.read() if process.stdout else ""
     assert process.returncode == 0, text.decode()
-    assert not late.split(), "loaded inside the plan"
+    assert not late_modules.split(), "loaded inside the plan"
     end = json.loads((tmp_path / "m.run/metrics.jsonl").read_text().splitlines()[-1])
     assert end["peak_bytes"] <= end["planned_bytes"], end
 
@@ -69,8 +69,8 @@ def test_a_run_without_a_budget_stays_within_its_plan(
 def test_a_run_on_the_real_base_stays_within_its_plan(budget: list[str], tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(chats())
     data = ["--data", str(tmp_path / "chats.jsonl"), "-o", str(tmp_path / "m.gguf")]
-    few = ["--iters", "2", "--merge", "none", *budget]
-    command = [sys.executable, "-m", "packtrain", "finetune", str(BASE), *data, *few]
+    short_flags = ["--iters", "2", "--merge", "none", *budget]
+    command = [sys.executable, "-m", "packtrain", "finetune", str(BASE), *data, *short_flags]
     subprocess.run(command, check=True, capture_output=True)
     end = json.loads((tmp_path / "m.run/metrics.jsonl").read_text().splitlines()[-1])
     assert end["peak_bytes"] <= end["planned_bytes"], end

@@ -31,18 +31,18 @@ Tensors = dict[str, np.ndarray]
 
 def random_halves(tensors: Tensors, tied: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A and B for every matrix, by the name of its module; not for embeddings that are the head, nor for heads."""
-    rng, made = np.random.default_rng(7), {}
+    rng, halves = np.random.default_rng(7), {}
     embedding = ["model.embed_tokens"] if tied else []
     for name, w in tensors.items():
         module = name.removesuffix(".weight")
         if module.startswith("transformer.h.") and w.ndim == 2:  # GPT-2's are (inputs, outputs)
             rows, width = w.shape[:: -1 if "c_" in module else 1]
             a, b = rng.standard_normal((RANK, width)), rng.standard_normal((rows, RANK))
-            made[module] = 0.1 * a.astype(np.float32), b.astype(np.float32)
+            halves[module] = 0.1 * a.astype(np.float32), b.astype(np.float32)
         elif w.ndim == 2 and not module.startswith(("lm_head", "transformer.", *embedding)):
             a, b = rng.standard_normal((RANK, w.shape[1])), rng.standard_normal((w.shape[0], RANK))
-            made[module] = 0.1 * a.astype(np.float32), b.astype(np.float32)
-    return made
+            halves[module] = 0.1 * a.astype(np.float32), b.astype(np.float32)
+    return halves
 
 
 def write_folder(folder: Path, halves: dict[str, tuple[np.ndarray, np.ndarray]], **changes: Any):
@@ -68,28 +68,34 @@ def check_same(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     convert(tmp_path / "model", tmp_path / "base.gguf")
     halves = random_halves(tensors, config["tie_word_embeddings"])
     write_folder(tmp_path / "lora", halves, **changes)
-    given = [str(tmp_path / name) for name in ("lora", "base.gguf", "a.gguf", "back", "again.gguf")]
-    lora, base, made, back, again = given
-    assert main(["convert", lora, "--base", base, "-o", made]) == 0
+    file_paths = [
+        str(tmp_path / name) for name in ("lora", "base.gguf", "a.gguf", "back", "again.gguf")
+    ]
+    lora, base, adapter_path, peft_folder, rewritten_path = file_paths
+    assert main(["convert", lora, "--base", base, "-o", adapter_path]) == 0
     by = ALPHA / (math.sqrt(RANK) if changes else RANK)
     deltas = {m: by * (b @ a) for m, (a, b) in halves.items()}
     changed = {
         f"{m}.weight": tensors[f"{m}.weight"] + (delta.T if kind == "gpt2" else delta)
         for m, delta in deltas.items()
     }
-    wanted = hugging_face.logits(config, tensors | changed, IDS)[-1]
+    expected = hugging_face.logits(config, tensors | changed, IDS)[-1]
     model = open_model(tmp_path / "base.gguf")
-    beside = adapted(model, read_scaled((made,), model.gguf))
-    got = Generator.of(beside, len(IDS), f32).feed([*map(int, IDS)])
-    assert np.abs(got - wanted).max() <= 1e-4 * np.abs(wanted).max()
-    assert main(["convert", made, "--base", base, "--peft", back]) == 0
-    first, second = (open_file(Path(folder) / TENSORS) for folder in (lora, back))
+    adapted_model = adapted(model, read_scaled((adapter_path,), model.gguf))
+    got = Generator.of(adapted_model, len(IDS), f32).feed([*map(int, IDS)])
+    assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert main(["convert", adapter_path, "--base", base, "--peft", peft_folder]) == 0
+    first, second = (open_file(Path(folder) / TENSORS) for folder in (lora, peft_folder))
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[name].array(), second[name].array()) for name in first)
-    assert main(["convert", back, "--base", base, "-o", again]) == 0
-    one, other = (read_adapter(file) for file in (made, again))
-    assert one.alpha == pytest.approx(by * RANK) and other.alpha == pytest.approx(one.alpha)
-    assert all(np.array_equal(one.pairs[n][1], other.pairs[n][1]) for n in one.pairs)
+    assert main(["convert", peft_folder, "--base", base, "-o", rewritten_path]) == 0
+    adapter_a, adapter_b = (read_adapter(file) for file in (adapter_path, rewritten_path))
+    assert adapter_a.alpha == pytest.approx(by * RANK) and adapter_b.alpha == pytest.approx(
+        adapter_a.alpha
+    )
+    assert all(
+        np.array_equal(adapter_a.pairs[n][1], adapter_b.pairs[n][1]) for n in adapter_a.pairs
+    )
 
 
 KINDS = [
@@ -129,14 +135,16 @@ def llama(tmp_path: Path) -> Path:
 
 def test_a_module_with_another_alpha_has_its_scale_in_b(llama: Path):
     model, name = open_model(llama / "base.gguf"), "blk.1.ffn_up.weight"
-    plain = read_peft(llama / "lora", model)
+    base_adapter = read_peft(llama / "lora", model)
     changes = {"alpha_pattern": {r"layers\.1\.mlp\.up_proj": 3 * ALPHA}}
     (llama / "lora" / CONFIG).write_text(json.dumps(GOOD | changes))
-    found = read_peft(llama / "lora", model)
-    assert found.alpha == plain.alpha == ALPHA
-    for tensor in plain.pairs:
+    scaled_adapter = read_peft(llama / "lora", model)
+    assert scaled_adapter.alpha == base_adapter.alpha == ALPHA
+    for tensor in base_adapter.pairs:
         by = 3 if tensor == name else 1
-        np.testing.assert_allclose(found.pairs[tensor][1], by * plain.pairs[tensor][1], rtol=1e-6)
+        np.testing.assert_allclose(
+            scaled_adapter.pairs[tensor][1], by * base_adapter.pairs[tensor][1], rtol=1e-6
+        )
 
 
 def test_experts_without_additions_have_zeros(tmp_path: Path):
@@ -145,8 +153,8 @@ def test_experts_without_additions_have_zeros(tmp_path: Path):
     module = "model.layers.0.block_sparse_moe.experts.2.w3"
     pair = random_halves(tensors, False)[module]
     write_folder(tmp_path / "lora", {module: pair})
-    found = read_peft(tmp_path / "lora", open_model(tmp_path / "base.gguf"))
-    ((name, (a, b)),) = found.pairs.items()
+    adapter = read_peft(tmp_path / "lora", open_model(tmp_path / "base.gguf"))
+    ((name, (a, b)),) = adapter.pairs.items()
     assert name == "blk.0.ffn_up_exps.weight" and a.shape[0] == b.shape[0] == 4
     np.testing.assert_array_equal(a[2], pair[0])
     assert not a[[0, 1, 3]].any() and not b[[0, 1, 3]].any()
@@ -206,8 +214,8 @@ HALVES = {
 def test_what_no_adapter_can_hold_gets_one_line(llama: Path, capsys, said, changes, tensors):
     (llama / "lora" / CONFIG).write_text(json.dumps(GOOD | changes))
     write_safetensors(llama / "lora" / TENSORS, HALVES | tensors)
-    given = [str(llama / name) for name in ("lora", "base.gguf", "a.gguf")]
-    assert main(["convert", given[0], "--base", given[1], "-o", given[2]]) == 2
+    file_paths = [str(llama / name) for name in ("lora", "base.gguf", "a.gguf")]
+    assert main(["convert", file_paths[0], "--base", file_paths[1], "-o", file_paths[2]]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(said, error), error
     assert not (llama / "a.gguf").exists()
@@ -223,9 +231,9 @@ def test_an_embedding_that_is_the_head_is_refused(tmp_path: Path):
 
 
 def test_a_folder_that_has_an_adapter_is_kept(llama: Path, capsys):
-    given = [str(llama / name) for name in ("lora", "base.gguf", "a.gguf")]
-    main(["convert", given[0], "--base", given[1], "-o", given[2]])
-    assert main(["convert", given[2], "--base", given[1], "--peft", given[0]]) == 2
+    file_paths = [str(llama / name) for name in ("lora", "base.gguf", "a.gguf")]
+    main(["convert", file_paths[0], "--base", file_paths[1], "-o", file_paths[2]])
+    assert main(["convert", file_paths[2], "--base", file_paths[1], "--peft", file_paths[0]]) == 2
     assert "exists; give another folder" in capsys.readouterr().err
 
 
@@ -242,12 +250,12 @@ def test_starts_that_leave_the_base_alone_are_read(llama: Path, start):
             "down_proj",
         ]
     }
-    plain = read_peft(llama / "lora", open_model(llama / "base.gguf"))
+    base_adapter = read_peft(llama / "lora", open_model(llama / "base.gguf"))
     targets["target_modules"] += ["embed_tokens"]
-    given = GOOD | targets | {"init_lora_weights": start, "layers_to_transform": None}
-    (llama / "lora" / CONFIG).write_text(json.dumps(given))
-    found = read_peft(llama / "lora", open_model(llama / "base.gguf"))
-    assert found.alpha == plain.alpha and found.pairs.keys() == plain.pairs.keys()
+    peft_config = GOOD | targets | {"init_lora_weights": start, "layers_to_transform": None}
+    (llama / "lora" / CONFIG).write_text(json.dumps(peft_config))
+    loaded = read_peft(llama / "lora", open_model(llama / "base.gguf"))
+    assert loaded.alpha == base_adapter.alpha and loaded.pairs.keys() == base_adapter.pairs.keys()
 
 
 def test_every_field_of_pefts_configuration_is_in_the_table():

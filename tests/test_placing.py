@@ -54,8 +54,8 @@ def homes(first: int, to: Backend, tied: bool = True) -> dict[str, Backend]:
     """Blocks from this one on, with what follows them, and their moments."""
     blocks = [f"blk.{i}." for i in BLOCKS if i >= first]
     rest = (*blocks, *([] if tied else ["output_norm", "output."]))
-    there = [name for name in transformer.weights(CONFIG) if name.startswith(rest)]
-    return {f"{kind}{name}": to for name in there for kind in ("", "m/", "v/")}
+    remote_names = [name for name in transformer.weights(CONFIG) if name.startswith(rest)]
+    return {f"{kind}{name}": to for name in remote_names for kind in ("", "m/", "v/")}
 
 
 def losses(on: Target, count: int = 4, again: bool = False) -> list[float]:
@@ -64,16 +64,16 @@ def losses(on: Target, count: int = 4, again: bool = False) -> list[float]:
     transformer.initialise(CONFIG, 0, engine.session.fill)
     ids = np.random.default_rng(0).integers(0, 64, (count, 2, 17)).astype(np.int32)
     pos, seq = np.tile(np.arange(16, dtype=np.int32), (2, 1)), np.zeros((2, 16), np.int32)
-    found = []
+    step_losses = []
     for i, x in enumerate(ids):
         if again and i == count // 2:
-            other = Engine(make_plans(SHAPE, AdamW(), target=on), AdamW())
-            other.session.set({name: engine.session.get(name) for name in engine.plans.leaves})
-            engine = other
+            new_engine = Engine(make_plans(SHAPE, AdamW(), target=on), AdamW())
+            new_engine.session.set({name: engine.session.get(name) for name in engine.plans.leaves})
+            engine = new_engine
         batch = {"tokens": x[:, :-1], "targets": x[:, 1:], "pos": pos, "seq": seq}
         batch["weights"] = np.ones((2, 16), np.float32)
-        found.append(engine.step([batch], i + 1, 1e-2).loss)
-    return found
+        step_losses.append(engine.step([batch], i + 1, 1e-2).loss)
+    return step_losses
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +89,17 @@ def test_every_cut_of_a_llama_gives_the_same_bits(first: int, alone: list[float]
 
 def test_three_memories_in_turn_give_the_same_bits(alone: list[float]) -> None:
     """Block by block, there and back."""
-    each = homes(1, FAR) | homes(2, THIRD) | homes(3, FAR)
-    assert losses(Target((backends.cpu,), each)) == alone
+    placement = homes(1, FAR) | homes(2, THIRD) | homes(3, FAR)
+    assert losses(Target((backends.cpu,), placement)) == alone
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("first", BLOCKS)
 def test_every_cut_between_the_cpu_and_pytorch(first: int, alone: list[float]) -> None:
     on = Target((backends.cpu,), homes(first, apart()))
-    found = losses(on)
-    assert found == losses(on, again=True)
-    np.testing.assert_allclose(found, alone, rtol=1e-5)
+    cut_losses = losses(on)
+    assert cut_losses == losses(on, again=True)
+    np.testing.assert_allclose(cut_losses, alone, rtol=1e-5)
 
 
 def crossings(placed: Placed) -> list[Step]:
@@ -117,9 +117,9 @@ def test_a_llama_over_two_memories_has_two_splits(first: int) -> None:
     """Forward, with its own output matrix; what crosses is the stream, positions and what is made of them."""
     weights = transformer.weights(CONFIG)
     output = pt.weight("output.weight", (CONFIG.vocab_size, CONFIG.embedding_length))
-    made = transformer.loss(CONFIG, weights | {"output.weight": output}, 2, 16, chunk=16)
-    there = homes(first, FAR, tied=False) | {"output.weight": FAR}
-    placed = place(pt.Graph({"loss": made.loss}), Target((backends.cpu, FAR), there))
+    forward = transformer.loss(CONFIG, weights | {"output.weight": output}, 2, 16, chunk=16)
+    remote_homes = homes(first, FAR, tied=False) | {"output.weight": FAR}
+    placed = place(pt.Graph({"loss": forward.loss}), Target((backends.cpu, FAR), remote_homes))
     assert runs(placed) == [HOST, "far"]
     assert len(crossings(placed)) <= 6, [placed.names[s.results[0]] for s in crossings(placed)]
     moved = [placed.names[s.inputs[0]] for s in crossings(placed) if s.inputs[0] is not None]
@@ -141,8 +141,10 @@ def test_a_step_crosses_few_times(first: int) -> None:
     large = [s for s in crossings(placed) if s.results[0].spec.nbytes >= stream]
     assert len(large) == 4  # the stream and its gradient, twice each, and no weight
     for name in ("blk.0.ffn_down.weight", f"blk.{first}.ffn_down.weight"):
-        (made,) = (s for s in placed.steps if placed.names[s.results[0]] == f"d/{name}")
-        assert made.backend.space == next(b.space for t, b in placed.home.items() if t.name == name)
+        (gradient_step,) = (s for s in placed.steps if placed.names[s.results[0]] == f"d/{name}")
+        assert gradient_step.backend.space == next(
+            b.space for t, b in placed.home.items() if t.name == name
+        )
 
 
 # ---- cut anywhere, and at random -----------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def among(every: list[Backend], chosen: dict[int, int]) -> list[Backend]:
     def only(number: int) -> Callable[[tuple[Tensor | None, ...]], bool]:
         return lambda inputs: chosen.get(id(inputs), number) == number
 
-    return [Some(one, only(number)) for number, one in enumerate(every)]  # type: ignore[misc]
+    return [Some(backend, only(number)) for number, backend in enumerate(every)]  # type: ignore[misc]
 
 
 def results(placed: Placed, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -186,22 +188,22 @@ def test_a_step_cut_before_any_call_gives_the_same_bits() -> None:
     """Forward and backward, in every memory's own bytes: the rest runs elsewhere, on copies of the weights, too."""
     config = Config(32, 16, 16, 1, 16, 2, 1)
     weights = transformer.weights(config)
-    made = transformer.loss(config, weights, 1, 8, chunk=8)
-    found = pt.differentiate(made.loss, list(weights.values()))
-    graph = pt.Graph({"loss": made.loss, **{f"d/{w.name}": d for w, d in found.items()}})
+    forward = transformer.loss(config, weights, 1, 8, chunk=8)
+    gradients = pt.differentiate(forward.loss, list(weights.values()))
+    graph = pt.Graph({"loss": forward.loss, **{f"d/{w.name}": d for w, d in gradients.items()}})
     rng = np.random.default_rng(0)
-    given = {
+    inputs = {
         leaf.label: rng.integers(0, 8, leaf.shape) if leaf.dtype == i32 else rng.random(leaf.shape, np.float32)
         for leaf in graph.leaves if leaf.kind != "constant"
     }  # fmt: skip
-    given |= {"pos": np.arange(8).reshape(1, 8), "seq": np.zeros((1, 8), int)}
-    want = checks.run(graph, given)
+    inputs |= {"pos": np.arange(8).reshape(1, 8), "seq": np.zeros((1, 8), int)}
+    expected = checks.run(graph, inputs)
     calls = [call for call in graph.calls if not call.op.view]
     for count in range(len(calls) + 1):
         chosen = {id(call.inputs): int(at >= count) for at, call in enumerate(calls)}
         placed = place(graph, Target(tuple(among([backends.cpu, FAR], chosen))))
-        got = results(placed, given)
-        checks.same_bits(got, want, f"cut before call {count}")
+        got = results(placed, inputs)
+        checks.same_bits(got, expected, f"cut before call {count}")
 
 
 def written_together(calls: tuple[Call, ...]) -> dict[Tensor, Tensor]:
@@ -226,20 +228,20 @@ def scattered(graph: pt.Graph, every: list[Backend], seed: int) -> Placed:
             assert leaf is not None
             chosen[id(call.inputs)] = at[leaf.base]
     on = among(every, chosen)
-    there = {leaf.label: on[at[leaf]] for leaf in graph.leaves if leaf.kind != "constant"}
-    return place(graph, Target(tuple(on), there))
+    leaf_homes = {leaf.label: on[at[leaf]] for leaf in graph.leaves if leaf.kind != "constant"}
+    return place(graph, Target(tuple(on), leaf_homes))
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_placements_over_three_memories_give_the_same_bits(seed: int) -> None:
     """Run twice, placed anew and run twice again; leaves are set for each run."""
     case = random_case(1000 + seed)
-    want = checks.run(case.graph, case.values)
-    every = [backends.cpu, FAR, THIRD]
-    got = results(scattered(case.graph, every, seed), case.values)
-    checks.same_bits(got, want, f"seed {seed}")
-    once_more = results(scattered(case.graph, every, seed), case.values)
-    checks.same_bits(once_more, want, f"seed {seed}, placed again")
+    expected = checks.run(case.graph, case.values)
+    all_backends = [backends.cpu, FAR, THIRD]
+    got = results(scattered(case.graph, all_backends, seed), case.values)
+    checks.same_bits(got, expected, f"seed {seed}")
+    once_more = results(scattered(case.graph, all_backends, seed), case.values)
+    checks.same_bits(once_more, expected, f"seed {seed}, placed again")
 
 
 @pytest.mark.torch
@@ -249,9 +251,9 @@ def test_random_placements_with_pytorch_differ_by_rounding(seed: int) -> None:
     from packtrain.engine.backends.torch_backend import OnHost
 
     case = random_case(2000 + seed)
-    want = checks.run(case.graph, case.values)
+    expected = checks.run(case.graph, case.values)
     placed = scattered(case.graph, [backends.cpu, OnHost("torch:cpu"), apart()], seed)
-    checks.all_close(results(placed, case.values), want, f"seed {seed}")
+    checks.all_close(results(placed, case.values), expected, f"seed {seed}")
 
 
 # ---- copies --------------------------------------------------------------------------------------------------
@@ -263,31 +265,33 @@ def test_what_several_calls_read_elsewhere_is_copied_once_a_run() -> None:
     s = pt.state("s", (6, 4))
     y = ops.tanh(x)
     first = ops.mul(ops.add(y, w), y)
-    turned = ops.matmul(ops.transpose(y), ops.transpose(w))
-    before = ops.mul(ops.cont(s), w)
-    (after,) = ops.set_rows(s, y, pt.constant("ids", np.arange(6), i32))
-    total = ops.add(ops.add(first, before), ops.mul(w, after))
-    graph = pt.Graph({"total": total, "turned": turned}, [after])
+    transposed = ops.matmul(ops.transpose(y), ops.transpose(w))
+    old_state = ops.mul(ops.cont(s), w)
+    (new_state,) = ops.set_rows(s, y, pt.constant("ids", np.arange(6), i32))
+    total = ops.add(ops.add(first, old_state), ops.mul(w, new_state))
+    graph = pt.Graph({"total": total, "turned": transposed}, [new_state])
     rng = np.random.default_rng(0)
-    given = {n: rng.random((6, 4), np.float32) for n in ("x", "w", "s")}
-    want = checks.run(graph, given)
+    inputs = {n: rng.random((6, 4), np.float32) for n in ("x", "w", "s")}
+    expected = checks.run(graph, inputs)
     placed = place(graph, Target((backends.cpu, FAR), {"w": FAR}))
     moved = [placed.names[s.results[0]] for s in crossings(placed)]
     assert sorted(moved) == ["cont on far", "set_rows on far", "tanh on far"], moved
     run = pt.Session().executor(placed)
-    checks.same_bits(checks.execute(run, given), want, "first")
-    other = given | {"x": rng.random((6, 4), np.float32), "w": rng.random((6, 4), np.float32)}
-    checks.same_bits(checks.execute(run, other), checks.run(graph, other), "with other inputs")
+    checks.same_bits(checks.execute(run, inputs), expected, "first")
+    new_inputs = inputs | {"x": rng.random((6, 4), np.float32), "w": rng.random((6, 4), np.float32)}
+    checks.same_bits(
+        checks.execute(run, new_inputs), checks.run(graph, new_inputs), "with other inputs"
+    )
 
 
 def test_one_backend_goes_on_after_a_call_that_it_cannot_run() -> None:
     """What is read beside its weights later counts then, too."""
     x, other, w = pt.input("x", (6, 4)), pt.input("other", (6, 4)), pt.weight("w", (4, 4))
     y = ops.matmul(ops.mul(ops.gelu(x), other), w)
-    (without,) = among([FAR], {})
-    without = replace(without, can=lambda inputs: inputs != (x,))  # type: ignore[type-var]
+    (limited_backend,) = among([FAR], {})
+    limited_backend = replace(limited_backend, can=lambda inputs: inputs != (x,))  # type: ignore[type-var]
     with pytest.warns(UserWarning, match=r"no kernel of \['cpu'\] for \['gelu'\]"):
-        placed = place(pt.Graph({"y": y}), Target((without,)))
+        placed = place(pt.Graph({"y": y}), Target((limited_backend,)))
     on = [(s.op.name, s.backend.space) for s in placed.steps if s.source is None]
     assert on == [("gelu", HOST), ("mul", "far"), ("matmul", "far")], str(placed)
 

@@ -56,7 +56,7 @@ def test_random_graphs_have_everything() -> None:
     calls = [call for seed in SEEDS[:100] for call in random_case(seed).graph.calls]
     names, phases = {call.op.name for call in calls}, {call.phase for call in calls}
     assert phases == {"forward", "backward", "recomputed"}
-    known = {name for name in ops.__all__ if isinstance(getattr(ops, name), pt.Op)}
+    op_names = {name for name in ops.__all__ if isinstance(getattr(ops, name), pt.Op)}
     of_packed = {"matmul_back", "matmul_id_back", "stored_sum", "matmul_stored"}
     of_generation = {
         "rounded",
@@ -71,7 +71,12 @@ def test_random_graphs_have_everything() -> None:
     }
     of_whole_numbers = {"argmax", "argsort", "count_equal"}
     missing = (
-        known - names - of_packed - of_generation - of_whole_numbers - {"zero_rows", "im2col_back"}
+        op_names
+        - names
+        - of_packed
+        - of_generation
+        - of_whole_numbers
+        - {"zero_rows", "im2col_back"}
     )
     assert not missing
 
@@ -105,16 +110,19 @@ def test_a_plan_of_the_same_graph_placed_otherwise_is_refused() -> None:
 def test_names_that_collide_do_not_share_bytes() -> None:
     """Buffers are found by name: by those the user gave, numbered ones, and those of copies that place makes."""
     x = pt.input("x", (2, 3))
-    first, second = pt.named("a", ops.exp(x)), pt.named("a", ops.neg(x))
-    third = pt.named("a#2", ops.sqr(x))
-    turned, taken = pt.named("h", ops.permute(x, axes=(1, 0))), pt.named("h dense", ops.sqrt(x))
-    outputs = [first, second, third, ops.silu(turned), ops.tanh(taken)]
+    exp_node, neg_node = pt.named("a", ops.exp(x)), pt.named("a", ops.neg(x))
+    sqr_node = pt.named("a#2", ops.sqr(x))
+    transposed, sqrt_node = (
+        pt.named("h", ops.permute(x, axes=(1, 0))),
+        pt.named("h dense", ops.sqrt(x)),
+    )
+    outputs = [exp_node, neg_node, sqr_node, ops.silu(transposed), ops.tanh(sqrt_node)]
     graph = pt.Graph({str(i): t for i, t in enumerate(outputs)})
     placed = pt.place(graph)
     assert len(set(placed.names.values())) == len(placed.names)
     pt.verify(pt.make_plan(placed), placed)
-    given = {"x": np.full((2, 3), 4.0, np.float32)}
-    checks.all_close(checks.run(graph, given), pt.interpret(graph, given), "names")
+    leaf_values = {"x": np.full((2, 3), 4.0, np.float32)}
+    checks.all_close(checks.run(graph, leaf_values), pt.interpret(graph, leaf_values), "names")
 
 
 def test_outputs_listed_with_one_name_are_refused() -> None:
@@ -137,12 +145,12 @@ def test_a_graph_of_many_calls_is_made_in_linear_time() -> None:
             run += event == "line"
             return traced
 
-        before = sys.gettrace()
+        old_trace = sys.gettrace()
         sys.settrace(traced)
         try:
             pt.place(pt.Graph({"x": x}))
         finally:
-            sys.settrace(before)
+            sys.settrace(old_trace)
         return run
 
     assert lines(1600) < 8.5 * lines(200)
@@ -150,8 +158,10 @@ def test_a_graph_of_many_calls_is_made_in_linear_time() -> None:
 
 def test_equal_graphs_have_equal_plans() -> None:
     for seed in range(5):
-        first, second = (pt.make_plan(pt.place(random_case(seed).graph)) for _ in range(2))
-        assert first == second
+        first_plan, second_plan = (
+            pt.make_plan(pt.place(random_case(seed).graph)) for _ in range(2)
+        )
+        assert first_plan == second_plan
 
 
 def test_the_peak_is_where_the_most_bytes_are_alive() -> None:
@@ -191,15 +201,15 @@ def test_the_lower_bound_is_the_most_bytes_alive() -> None:
 
 def test_packing_a_few_buffers_is_best() -> None:
     """First fit in the best of all orders is the optimum; pack finds it on almost every small problem."""
-    found = 0
+    num_optimal = 0
     for seed in range(40):
         start, end, size = plan_checks.problem(seed, 6)
         orders = (np.array(order) for order in itertools.permutations(range(len(size))))
-        least = min(height(size, first_fit(start, end, size, order)) for order in orders)
-        made = height(size, pack(start, end, size))
-        assert least <= made <= height(size, best_fit(start, end, size)), seed
-        found += made == least
-    assert found >= 39
+        min_height = min(height(size, first_fit(start, end, size, order)) for order in orders)
+        packed_height = height(size, pack(start, end, size))
+        assert min_height <= packed_height <= height(size, best_fit(start, end, size)), seed
+        num_optimal += packed_height == min_height
+    assert num_optimal >= 39
 
 
 def test_nothing_needs_nothing() -> None:

@@ -80,14 +80,14 @@ def test_factors_are_those_of_one_sequence_s_context(phi: Path) -> None:
         Context(phi, cells=cells, cache="f32").decode(text) for cells in (SHORT, SHORT + 1)
     )
     assert np.abs(short - long).max() > 1e-3
-    for how, wanted in (
+    for options, expected in (
         ({"parts": True}, short),
         ({"longest": SHORT}, short),
         ({"longest": SHORT + 1}, long),
         ({}, long),
     ):
-        got = Context(phi, cells=2 * SHORT, sequences=2, cache="f32", **how).decode(text, 1)
-        np.testing.assert_allclose(got, wanted, atol=1e-5)
+        got = Context(phi, cells=2 * SHORT, sequences=2, cache="f32", **options).decode(text, 1)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_several_answers_are_what_one_would_be(
@@ -95,9 +95,9 @@ def test_several_answers_are_what_one_would_be(
 ) -> None:
     flags = ["-p", "the", "-n", "8", "-s", "5", "--no-display-prompt"]
     assert main(["generate", str(phi), *flags]) == 0
-    alone = capsys.readouterr().out.strip()
+    single_answer = capsys.readouterr().out.strip()
     assert main(["generate", str(phi), *flags, "--parallel", "3"]) == 0
-    assert alone in capsys.readouterr().out
+    assert single_answer in capsys.readouterr().out
 
 
 def test_a_state_is_for_the_factors_of_its_context(phi: Path) -> None:
@@ -121,6 +121,6 @@ def test_commands_say_which_factors_apply(
     (tmp_path / "notes.txt").write_text("the cat sat on the mat. " * 100)
     for ctx, said in ((SHORT, True), (2 * SHORT, False)):
         output = tmp_path / f"{ctx}.gguf"
-        given = ["--data", str(tmp_path / "notes.txt"), "-o", str(output), "--iters", "1"]
-        assert main(["finetune", str(phi), *given, "-c", str(ctx)]) == 0
+        args = ["--data", str(tmp_path / "notes.txt"), "-o", str(output), "--iters", "1"]
+        assert main(["finetune", str(phi), *args, "-c", str(ctx)]) == 0
         assert (f"llama-cli -m {output} -c {SHORT} " in capsys.readouterr().err) == said

@@ -45,8 +45,8 @@ def test_the_ids_of_llama_cpp(name: str, few: int):
     """`python -m benchmarks.pretokenizers --record` recorded them; the vocabulary joins any two neighbours."""
     tokenizer = Tokenizer(made(name), few=few)
     texts = drawn(7, len(GOLDEN[name]))
-    for text, wanted in zip(texts, GOLDEN[name], strict=True):
-        assert checksum(tokenizer.encode(text, bos=False, eos=False, special=False)) == wanted, (
+    for text, expected in zip(texts, GOLDEN[name], strict=True):
+        assert checksum(tokenizer.encode(text, bos=False, eos=False, special=False)) == expected, (
             repr(text)
         )
 
@@ -57,8 +57,8 @@ def test_pieces_give_the_ids_of_the_whole(name: str):
     for text in drawn(8, 100, 60):
         size = draw.randint(1, 12)
         pieces = tokenizer.encode_pieces(text[i : i + size] for i in range(0, len(text), size))
-        found = [id for part in pieces for id in part]
-        assert found == tokenizer.encode(text, bos=False, eos=False, special=False), repr(text)
+        ids = [id for part in pieces for id in part]
+        assert ids == tokenizer.encode(text, bos=False, eos=False, special=False), repr(text)
 
 
 @pytest.mark.parametrize("name", LEADERS)
@@ -92,30 +92,30 @@ def test_words(name: str, text: str, words: list[str]):
 
 
 def test_gemma_4_always_begins_with_bos():
-    given = joining("gemma4") | {"tokenizer.ggml.add_bos_token": False}
-    assert Tokenizer(given).encode("ab")[0] == 1
-    del given["tokenizer.ggml.pre"]
-    named = Tokenizer(given | {"tokenizer.ggml.model": "gemma4"})
+    metadata = joining("gemma4") | {"tokenizer.ggml.add_bos_token": False}
+    assert Tokenizer(metadata).encode("ab")[0] == 1
+    del metadata["tokenizer.ggml.pre"]
+    named = Tokenizer(metadata | {"tokenizer.ggml.model": "gemma4"})
     assert named.encode("a b\n\n") == Tokenizer(joining("gemma4")).encode("a b\n\n")
     assert named.decode(named.encode("a b\n\n", bos=False)) == "a b\n\n"
 
 
 def test_only_kimi_needs_no_merges():
-    given = joining("kimi-k2")
-    del given["tokenizer.ggml.merges"]
-    assert len(Tokenizer(given).encode("abc")) == 3
+    metadata = joining("kimi-k2")
+    del metadata["tokenizer.ggml.merges"]
+    assert len(Tokenizer(metadata).encode("abc")) == 3
     with pytest.raises(TokenizerError, match="merges"):
-        Tokenizer(given | {"tokenizer.ggml.pre": "qwen2"})
+        Tokenizer(metadata | {"tokenizer.ggml.pre": "qwen2"})
 
 
 def test_whitespace_has_no_tokens_where_it_only_parts_words():
-    given = joining("whitespace")
-    plain = Tokenizer(given)
-    assert plain.encode("ab  cd\n") == plain.encode("ab\u2003cd") == [
-        id for word in ("ab", "cd") for id in plain.encode(word)
+    metadata = joining("whitespace")
+    cased = Tokenizer(metadata)
+    assert cased.encode("ab  cd\n") == cased.encode("ab\u2003cd") == [
+        id for word in ("ab", "cd") for id in cased.encode(word)
     ]  # fmt: skip
-    lower = Tokenizer(given | {"tokenizer.ggml.normalizer.lowercase": True})
-    assert lower.encode("aB") == plain.encode("ab") != plain.encode("aB")
+    lower = Tokenizer(metadata | {"tokenizer.ggml.normalizer.lowercase": True})
+    assert lower.encode("aB") == cased.encode("ab") != cased.encode("aB")
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,12 @@ def test_cleaned_texts(name: str, text: str, cleaned: str):
 
 def special(texts: list[str], kinds: list[int], **more: Any) -> Tokenizer:
     """A vocabulary with some special tokens."""
-    given = joining(more.pop("pre", "gpt-2"))
-    given["tokenizer.ggml.tokens"] = given["tokenizer.ggml.tokens"] + [t.encode() for t in texts]
-    given["tokenizer.ggml.token_type"] = [*given["tokenizer.ggml.token_type"], *kinds]
-    return Tokenizer(given | {f"tokenizer.ggml.{key}": value for key, value in more.items()})
+    metadata = joining(more.pop("pre", "gpt-2"))
+    metadata["tokenizer.ggml.tokens"] = metadata["tokenizer.ggml.tokens"] + [
+        t.encode() for t in texts
+    ]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], *kinds]
+    return Tokenizer(metadata | {f"tokenizer.ggml.{key}": value for key, value in more.items()})
 
 
 def test_a_mask_swallows_the_space_before_it():
@@ -165,13 +167,13 @@ def spelled(tokenizer: Tokenizer, text: str, **how: Any) -> list[str]:
 
 def listed(kind: str, tokens: dict[str, float], **more: Any) -> Tokenizer:
     """A vocabulary of these tokens and scores; those in brackets are control tokens."""
-    given = {
+    metadata = {
         "model": kind,
         "tokens": [token.encode() for token in tokens],
         "scores": np.array([*tokens.values()], np.float32),
         "token_type": np.array([3 if token[0] in "[<" else 1 for token in tokens], np.int32),
     } | more
-    return Tokenizer({f"tokenizer.ggml.{key}": value for key, value in given.items()})
+    return Tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
 
 
 WORDS = ["\u2581the", "\u2581un", "aff", "able", "\u2581,", "\u2581cafe", "\u2581\u4e2d"]
@@ -227,11 +229,11 @@ def test_replacements_of_characters():
 
 
 def test_pieces_without_an_unknown_token():
-    few = {"\u2581the": 0.0, "b": 0.0}
-    tokenizer = listed("bert", few, bos_token_id=0, seperator_token_id=1)
+    vocab = {"\u2581the": 0.0, "b": 0.0}
+    tokenizer = listed("bert", vocab, bos_token_id=0, seperator_token_id=1)
     with pytest.raises(TokenizerError, match="unknown_token_id must name one"):
         tokenizer.encode("of")
     with pytest.raises(TokenizerError, match="unknown_token_id must name one"):
-        listed("t5", few)
+        listed("t5", vocab)
     with pytest.raises(TokenizerError, match="seperator_token_id must name one"):
-        listed("bert", few, bos_token_id=0)
+        listed("bert", vocab, bos_token_id=0)

@@ -136,9 +136,11 @@ def graphs(dtype: Dtype, m: int, n: int, k: int) -> pt.Graph:
     loss, losses, _, dx, *_ = ops.linear_cross_entropy(
         x, w, ids, pt.input("weights", (m,)), chunk=300
     )
-    made = {"y": y, "rows": ops.get_rows(w, ids), "loss": loss, "losses": losses, "dx": dx}
-    back = ops.matmul_back if dtype != pt.f32 else lambda y, w: ops.matmul(y, ops.transpose(w))
-    return pt.Graph(made | {"back": back(y, w), "added": ops.matmul(x, w, y)})
+    outputs = {"y": y, "rows": ops.get_rows(w, ids), "loss": loss, "losses": losses, "dx": dx}
+    backward_op = (
+        ops.matmul_back if dtype != pt.f32 else lambda y, w: ops.matmul(y, ops.transpose(w))
+    )
+    return pt.Graph(outputs | {"back": backward_op(y, w), "added": ops.matmul(x, w, y)})
 
 
 @packed_type
@@ -146,11 +148,11 @@ def graphs(dtype: Dtype, m: int, n: int, k: int) -> pt.Graph:
 def test_packed_weights_give_what_their_values_give(dtype: Dtype, m: int) -> None:
     n, k = 150, {1: 99, 32: 352}.get(dtype.block, 512)
     packed = random_weights(dtype, n, k)
-    given = {"x": np.random.default_rng(0).standard_normal((m, k)), "weights": np.full(m, 0.1)}
-    got = checks.run(graphs(dtype, m, n, k), given | {"w": packed})
-    want = checks.run(graphs(pt.f32, m, n, k), given | {"w": dequantize(packed)})
-    checks.all_close(got, want, f"{dtype} {m}")
-    np.testing.assert_array_equal(got["rows"], want["rows"])
+    inputs = {"x": np.random.default_rng(0).standard_normal((m, k)), "weights": np.full(m, 0.1)}
+    actual = checks.run(graphs(dtype, m, n, k), inputs | {"w": packed})
+    expected = checks.run(graphs(pt.f32, m, n, k), inputs | {"w": dequantize(packed)})
+    checks.all_close(actual, expected, f"{dtype} {m}")
+    np.testing.assert_array_equal(actual["rows"], expected["rows"])
 
 
 @pytest.mark.parametrize("dtype", [t for t in READABLE if t not in TRAINABLE], ids=str)
@@ -186,34 +188,36 @@ def adapted(dtype: Dtype, packed: bool = True) -> tuple[pt.Graph, dict[str, np.n
     targets = pt.constant("targets", np.arange(ROWS), pt.i32)
     shares = pt.constant("shares", np.full(ROWS, 1 / ROWS))
     loss = ops.linear_cross_entropy(ops.scale(h, by=0.01), bases[0], targets, shares)[0]
-    made = pt.differentiate(loss, [*adapters, x])
+    gradients = pt.differentiate(loss, [*adapters, x])
     random = np.random.default_rng(5)
-    given = {t.label: random.standard_normal(t.shape, np.float32) for t in [*adapters, x]}
-    graph = pt.Graph({"loss": loss} | {f"d/{t.label}": d for t, d in made.items()})
-    return graph, given
+    leaf_values = {t.label: random.standard_normal(t.shape, np.float32) for t in [*adapters, x]}
+    graph = pt.Graph({"loss": loss} | {f"d/{t.label}": d for t, d in gradients.items()})
+    return graph, leaf_values
 
 
 @pytest.mark.parametrize("name", ("f16", "bf16", "q8_0", "q4_0", "q4_K", "q6_K"))
 def test_gradients_through_a_packed_base(name: str) -> None:
     """They are what the specification says in float64 of a base that holds the same values in f32."""
-    graph, given = adapted(DTYPES[name])
+    graph, leaf_values = adapted(DTYPES[name])
     unpacked, _ = adapted(DTYPES[name], packed=False)
-    want = pt.interpret(unpacked, given)
-    got = checks.run(graph, given)
-    for key, value in want.items():
+    expected = pt.interpret(unpacked, leaf_values)
+    actual = checks.run(graph, leaf_values)
+    for key, value in expected.items():
         top = float(np.abs(value).max())
         assert top > 1e-4, f"{key} says nothing"
-        assert np.abs(got[key] - value).max() < 1e-4 * top, key
+        assert np.abs(actual[key] - value).max() < 1e-4 * top, key
 
 
 def test_gradients_through_a_packed_base_are_the_slope() -> None:
-    graph, given = adapted(DTYPES["q4_K"])
-    exact = {n: v.astype(np.float64) for n, v in given.items()}
-    made = pt.interpret(graph, exact)
+    graph, leaf_values = adapted(DTYPES["q4_K"])
+    float64_values = {n: v.astype(np.float64) for n, v in leaf_values.items()}
+    gradients = pt.interpret(graph, float64_values)
     random = np.random.default_rng(11)
-    way = {n: random.standard_normal(v.shape) for n, v in exact.items()}
-    measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), exact, way)
-    checks.is_slope(measured, {n: made[f"d/{n}"] * v for n, v in way.items()}, "packed base")
+    direction = {n: random.standard_normal(v.shape) for n, v in float64_values.items()}
+    measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), float64_values, direction)
+    checks.is_slope(
+        measured, {n: gradients[f"d/{n}"] * v for n, v in direction.items()}, "packed base"
+    )
 
 
 # ---- memory --------------------------------------------------------------------------------------------------
@@ -236,7 +240,7 @@ sys.stdin.readline()
 
 def test_weights_of_a_file_take_no_private_memory(tmp_path: Path) -> None:
     """Looked at from outside: a model of so many MiB makes a process grow by its activations and no more."""
-    grown = []
+    private_sizes = []
     for blocks in (1, SHAPE.block_count):
         config = replace(SHAPE, block_count=blocks)
         packed = {n: stored(v, BLOCK_TYPES["q8_0"]) for n, v in transformer.initial(config).items()}
@@ -246,10 +250,12 @@ def test_weights_of_a_file_take_no_private_memory(tmp_path: Path) -> None:
             [sys.executable, "-c", READ, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
             assert child.stdin and child.stdout and child.stdout.readline() == b"ready\n"
-            grown.append(private_nbytes_of(child.pid))
+            private_sizes.append(private_nbytes_of(child.pid))
             child.stdin.write(b"\n")
     weights = 11 * sum(v.nbytes for n, v in packed.items() if n.startswith("blk.0."))
-    assert grown[1] - grown[0] < weights / 4, f"{grown[1] - grown[0]:,} of {weights:,} bytes"
+    assert private_sizes[1] - private_sizes[0] < weights / 4, (
+        f"{private_sizes[1] - private_sizes[0]:,} of {weights:,} bytes"
+    )
 
 
 def stored(values: np.ndarray, dtype: Dtype) -> np.ndarray:
@@ -284,26 +290,32 @@ def test_the_head_leaves_out_positions_without_a_target(dtype: Dtype, share: flo
     x = rng.standard_normal((m, k), np.float32)
     w = quantize(rng.standard_normal((n, k), np.float32), dtype) if dtype != pt.f32 else None
     ids = np.where(rng.random(m) < share, rng.integers(0, n, m), -1).astype(np.int32)
-    kept = np.flatnonzero(ids >= 0)
+    target_rows = np.flatnonzero(ids >= 0)
 
     def run(x: np.ndarray, ids: np.ndarray) -> list[np.ndarray]:
-        given = pt.input("x", x.shape), pt.weight("w", (n, k), dtype)
+        operands = pt.input("x", x.shape), pt.weight("w", (n, k), dtype)
         targets, weights = pt.input("ids", ids.shape, pt.i32), pt.input("weights", ids.shape)
-        found = ops.linear_cross_entropy(*given, targets, weights, chunk=8)
+        results = ops.linear_cross_entropy(*operands, targets, weights, chunk=8)
         session = pt.Session()
-        do = session.executor(pt.place(pt.Graph({str(i): t for i, t in enumerate(found)})))
+        do = session.executor(pt.place(pt.Graph({str(i): t for i, t in enumerate(results)})))
         matrix = np.random.default_rng(1).standard_normal((n, k), np.float32) if w is None else w
         session.set({"w": matrix})
-        got = do({"x": x, "ids": ids, "weights": np.full(ids.shape, 0.5, np.float32)})
-        return list(got.values())
+        outputs = do({"x": x, "ids": ids, "weights": np.full(ids.shape, 0.5, np.float32)})
+        return list(outputs.values())
 
-    loss, losses, right, dx, *dw = run(x, ids)
-    alone = run(x[kept], ids[kept]) if kept.size else None
-    for full, part in zip((losses, right, dx), alone[1:4] if alone else (None,) * 3, strict=True):
-        others = np.delete(full, kept, axis=0)
-        assert not others.any()
+    loss, losses, num_correct, dx, *dw = run(x, ids)
+    subset_outputs = run(x[target_rows], ids[target_rows]) if target_rows.size else None
+    for full, part in zip(
+        (losses, num_correct, dx),
+        subset_outputs[1:4] if subset_outputs else (None,) * 3,
+        strict=True,
+    ):
+        skipped_rows = np.delete(full, target_rows, axis=0)
+        assert not skipped_rows.any()
         if part is not None:
-            np.testing.assert_array_equal(full[kept], part)
-    assert loss == (0.0 if alone is None else alone[0])
+            np.testing.assert_array_equal(full[target_rows], part)
+    assert loss == (0.0 if subset_outputs is None else subset_outputs[0])
     if dw:
-        np.testing.assert_array_equal(dw[0], np.zeros_like(dw[0]) if alone is None else alone[4])
+        np.testing.assert_array_equal(
+            dw[0], np.zeros_like(dw[0]) if subset_outputs is None else subset_outputs[4]
+        )

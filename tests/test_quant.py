@@ -40,11 +40,11 @@ def kind(dtype: Dtype) -> gguf.GGMLQuantizationType:
 def blocks(dtype: Dtype, scales: np.ndarray) -> np.ndarray:
     """Random bytes, u8 (blocks, bytes of one), every f16 scale one of `scales`."""
     rng = np.random.default_rng(0)
-    made = rng.integers(0, 256, (BLOCKS, dtype.block_nbytes), np.uint8)
-    for at in SCALES.get(dtype.name, ()):
+    packed = rng.integers(0, 256, (BLOCKS, dtype.block_nbytes), np.uint8)
+    for offset in SCALES.get(dtype.name, ()):
         chosen = rng.choice(scales.astype(np.uint16), BLOCKS)
-        made[:, at : at + 2] = chosen[:, None].view(np.uint8)
-    return made
+        packed[:, offset : offset + 2] = chosen[:, None].view(np.uint8)
+    return packed
 
 
 def read(dtype: Dtype, packed: np.ndarray, rows: int = 4) -> np.ndarray:
@@ -59,20 +59,20 @@ def test_values_are_those_of_ggml_bit_for_bit(dtype: Dtype):
     finite = np.arange(1 << 16)[np.arange(1 << 16) & 0x7C00 != 0x7C00]
     packed = blocks(dtype, finite)
     with np.errstate(invalid="ignore", over="ignore"):
-        wanted = gguf.quants.dequantize(packed.reshape(4, -1), kind(dtype))
-    found = read(dtype, packed)
-    assert found.shape == wanted.shape == (4, BLOCKS // 4 * dtype.block)
-    both_nan = np.isnan(found) & np.isnan(wanted)  # of f32, f16 and bf16: the payload may differ
-    assert ((found.view(np.uint32) == wanted.view(np.uint32)) | both_nan).all()
+        expected = gguf.quants.dequantize(packed.reshape(4, -1), kind(dtype))
+    actual = read(dtype, packed)
+    assert actual.shape == expected.shape == (4, BLOCKS // 4 * dtype.block)
+    both_nan = np.isnan(actual) & np.isnan(expected)  # of f32, f16 and bf16: the payload may differ
+    assert ((actual.view(np.uint32) == expected.view(np.uint32)) | both_nan).all()
 
 
 @every_type
 def test_scales_that_are_zero_tiny_infinite_or_no_number_do_no_harm(dtype: Dtype):
-    odd = np.array([0, 0x8000, 1, 0x8001, 0x3FF, 0x7C00, 0xFC00, 0x7E00, 0x7C01])
-    packed = blocks(dtype, odd)
+    edge_scales = np.array([0, 0x8000, 1, 0x8001, 0x3FF, 0x7C00, 0xFC00, 0x7E00, 0x7C01])
+    packed = blocks(dtype, edge_scales)
     with np.errstate(invalid="ignore", over="ignore"):
-        wanted = gguf.quants.dequantize(packed.reshape(4, -1), kind(dtype))
-    np.testing.assert_array_equal(read(dtype, packed), wanted)
+        expected = gguf.quants.dequantize(packed.reshape(4, -1), kind(dtype))
+    np.testing.assert_array_equal(read(dtype, packed), expected)
 
 
 @every_type
@@ -80,9 +80,9 @@ def test_any_shape_is_read(dtype: Dtype):
     packed = blocks(dtype, np.array([0x3C00]))[:24].view(dtype.numpy)
     flat = dequantize(packed.reshape(-1))
     for shape in ((24,), (3, 8), (2, 3, 4), (24, 1)):
-        found = dequantize(packed.reshape(shape))
-        assert found.shape == (*shape[:-1], shape[-1] * dtype.block)
-        np.testing.assert_array_equal(found.reshape(-1), flat)
+        actual = dequantize(packed.reshape(shape))
+        assert actual.shape == (*shape[:-1], shape[-1] * dtype.block)
+        np.testing.assert_array_equal(actual.reshape(-1), flat)
     assert dequantize(packed.reshape(-1)[:0]).shape == (0,)
     every_second = packed.reshape(4, 6)[::2]
     np.testing.assert_array_equal(dequantize(every_second), flat.reshape(4, -1)[::2])
@@ -94,8 +94,8 @@ def test_rows_of_any_width_end_where_they_should(name: str, width: int):
     dtype = DTYPES[name]
     packed = np.random.default_rng(1).integers(0, 256, (3, width * 2), np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
-        wanted = gguf.quants.dequantize(packed, kind(dtype))
-    np.testing.assert_array_equal(dequantize(packed.view(dtype.numpy)), wanted)
+        expected = gguf.quants.dequantize(packed, kind(dtype))
+    np.testing.assert_array_equal(dequantize(packed.view(dtype.numpy)), expected)
 
 
 def test_what_cannot_be_read_is_said():
@@ -120,32 +120,32 @@ blockwise = pytest.mark.parametrize(
 def test_values_are_packed_as_ggml_packs_them_bit_for_bit(dtype: Dtype):
     x = odd_rows()
     with np.errstate(over="ignore", invalid="ignore"):
-        wanted = gguf.quants.quantize(x, kind(dtype))
-    found = quantize(x, dtype)
-    assert found.dtype == dtype.numpy
-    assert found.shape == dtype.array_shape(x.shape)
-    np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+        expected = gguf.quants.quantize(x, kind(dtype))
+    actual = quantize(x, dtype)
+    assert actual.dtype == dtype.numpy
+    assert actual.shape == dtype.array_shape(x.shape)
+    np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
 
 
 @pytest.mark.parametrize(("name", "rows", "weighed"), list(ggml_packed.cases()))
 def test_blocks_are_packed_as_ggml_packs_them_bit_for_bit(name: str, rows: str, weighed: bool):
     x = rows_of(rows)
     weights = ggml_packed.weights_of(x.shape[1]) if weighed else None
-    found = ggml_packed.digest(quantize(x, DTYPES[name], weights))
-    assert found == ggml_packed.load()[f"{name} {rows} {weighed}"]
+    actual = ggml_packed.digest(quantize(x, DTYPES[name], weights))
+    assert actual == ggml_packed.load()[f"{name} {rows} {weighed}"]
 
 
 @pytest.mark.parametrize("dtype", WRITABLE, ids=str)
 def test_shapes_and_threads_change_nothing(dtype: Dtype):
     x = odd_rows()
-    whole = quantize(x, dtype)
-    np.testing.assert_array_equal(quantize(x.reshape(3, 4, 512), dtype).reshape(12, -1), whole)
-    np.testing.assert_array_equal(quantize(x[::2], dtype), whole[::2])
-    np.testing.assert_array_equal(quantize(x[3], dtype), whole[3])
+    all_packed = quantize(x, dtype)
+    np.testing.assert_array_equal(quantize(x.reshape(3, 4, 512), dtype).reshape(12, -1), all_packed)
+    np.testing.assert_array_equal(quantize(x[::2], dtype), all_packed[::2])
+    np.testing.assert_array_equal(quantize(x[3], dtype), all_packed[3])
     assert quantize(x[:0], dtype).shape == dtype.array_shape((0, 512))
     kernels.set_threads(1)
     try:
-        np.testing.assert_array_equal(quantize(x, dtype), whole)
+        np.testing.assert_array_equal(quantize(x, dtype), all_packed)
     finally:
         kernels.set_threads(kernels.runtime.allowed_cpus())
 
@@ -154,13 +154,13 @@ def test_shapes_and_threads_change_nothing(dtype: Dtype):
 @pytest.mark.parametrize("name", ("f32", "f16", "bf16"))
 def test_scalars_of_any_width_are_written(name: str, width: int):
     x = odd_rows()[-3:, :width]
-    wanted = gguf.quants.quantize(np.ascontiguousarray(x), kind(DTYPES[name]))
-    np.testing.assert_array_equal(quantize(x, DTYPES[name]).view(np.uint8), wanted.view(np.uint8))
+    expected = gguf.quants.quantize(np.ascontiguousarray(x), kind(DTYPES[name]))
+    np.testing.assert_array_equal(quantize(x, DTYPES[name]).view(np.uint8), expected.view(np.uint8))
 
 
 def error(x: np.ndarray, packed: np.ndarray) -> float:
-    wide = x.astype(np.float64)
-    return float(np.square(dequantize(packed) - wide).sum() / np.square(wide).sum())
+    x_f64 = x.astype(np.float64)
+    return float(np.square(dequantize(packed) - x_f64).sum() / np.square(x_f64).sum())
 
 
 @pytest.mark.parametrize(("rows", "name"), ERRORS)
@@ -172,10 +172,10 @@ def test_blocks_with_parts_are_as_near_as_llama_quantize_makes_them(rows: str, n
 @pytest.mark.parametrize(("name", "codes"), (("q4_K", 15), ("q5_K", 31), ("q6_K", 31)))
 def test_odd_rows_of_blocks_with_parts_come_back(name: str, codes: int):
     x = odd_rows()
-    found = dequantize(quantize(x, DTYPES[name]))
+    restored = dequantize(quantize(x, DTYPES[name]))
     span = np.maximum(x.max(-1), 0) - np.minimum(x.min(-1), 0)
-    assert (found[0] == 0).all()
-    assert (np.abs(found - x).max(-1) <= np.maximum(span / codes, 2e-6)).all()
+    assert (restored[0] == 0).all()
+    assert (np.abs(restored - x).max(-1) <= np.maximum(span / codes, 2e-6)).all()
 
 
 @pytest.mark.parametrize("dtype", [d for d in WRITABLE if d.quantized], ids=str)

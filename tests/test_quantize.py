@@ -29,9 +29,9 @@ def check_types(shape: str, folder: Path) -> None:
     gguf, recorded = GGUF(folder / "m.gguf"), mixes.load()
     for of, name, options in mixes.cases():
         if of == shape:
-            found = types_of(gguf, MIXES[name], **mixes.given(name, options)[1])
-            wanted = recorded[f"{shape}: {name}{options}"].split()
-            assert list(map(str, found.values())) == wanted, f"{name}{options}"
+            tensor_types = types_of(gguf, MIXES[name], **mixes.given(name, options)[1])
+            expected = recorded[f"{shape}: {name}{options}"].split()
+            assert list(map(str, tensor_types.values())) == expected, f"{name}{options}"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,26 +82,28 @@ def with_value(given: Path, to: Path, name: str, value: float) -> Path:
 
 def test_weights_are_packed_and_the_rest_is_as_it_was(settings: Quantize, capsys: Capture):
     assert quantize.run(settings) == 0
-    given, made = GGUF(settings.model), GGUF(settings.output)
-    types = types_of(given, MIXES["Q4_K_M"])
-    assert list(made.entries) == list(given.entries)
+    source, quantized = GGUF(settings.model), GGUF(settings.output)
+    types = types_of(source, MIXES["Q4_K_M"])
+    assert list(quantized.entries) == list(source.entries)
     assert {str(dtype) for dtype in types.values()} == {"f32", "q4_K", "q6_K"}
     for name, dtype in types.items():
-        wanted = (
-            given.array(name)
+        expected = (
+            source.array(name)
             if dtype is f32
-            else quantized_arrays.quantize(given.array(name), dtype)
+            else quantized_arrays.quantize(source.array(name), dtype)
         )
-        assert made.entries[name].dtype is dtype
-        assert made.array(name).tobytes() == wanted.tobytes(), name
-    said = {"general.file_type": 15, "general.quantization_version": 2}
-    assert made.metadata == given.metadata | said
+        assert quantized.entries[name].dtype is dtype
+        assert quantized.array(name).tobytes() == expected.tobytes(), name
+    file_keys = {"general.file_type": 15, "general.quantization_version": 2}
+    assert quantized.metadata == source.metadata | file_keys
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(types) + 1
-    first = given.array("token_embd.weight")
-    off = np.linalg.norm(quantized_arrays.dequantize(made.array("token_embd.weight")) - first)
-    wanted = f"token_embd.weight [2, 512] f32 -> q4_K 0.00 -> 0.00 MiB error {off / np.linalg.norm(first):.2%}"
-    assert " ".join(lines[0].split()) == wanted
+    first = source.array("token_embd.weight")
+    error_norm = np.linalg.norm(
+        quantized_arrays.dequantize(quantized.array("token_embd.weight")) - first
+    )
+    expected = f"token_embd.weight [2, 512] f32 -> q4_K 0.00 -> 0.00 MiB error {error_norm / np.linalg.norm(first):.2%}"
+    assert " ".join(lines[0].split()) == expected
     assert f"Q4_K_M, {len(types)} tensors" in lines[-1]
 
 
@@ -116,8 +118,8 @@ def test_rows_that_do_not_divide_are_said(tmp_path: Path, capsys: Capture):
 
 
 def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: Quantize):
-    given = GGUF(settings.model)
-    more = {
+    source = GGUF(settings.model)
+    extra_metadata = {
         "general.file_type": Value("u32", 0),
         "general.quantized_by": Value("string", "somebody"),
         "general.alignment": Value("u32", 64),
@@ -125,26 +127,26 @@ def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: Quantize):
         "tokenizer.ggml.scores": Value("f32", np.array([0.5, np.nan], np.float32)),
         "x.flag": Value("bool", True),
     }
-    tensors = {name: given.array(name) for name in given.entries}
-    write(settings.model, given.values | more, tensors)
+    tensors = {name: source.array(name) for name in source.entries}
+    write(settings.model, source.values | extra_metadata, tensors)
     quantize.run(replace(settings, type="Q8_0"))
-    found = GGUF(settings.output).values
-    wanted = GGUF(settings.model).values
-    assert found.keys() == wanted.keys() - {"general.quantized_by"} | {
+    output_values = GGUF(settings.output).values
+    expected = GGUF(settings.model).values
+    assert output_values.keys() == expected.keys() - {"general.quantized_by"} | {
         "general.quantization_version"
     }
-    for key in found.keys() & wanted.keys() - {"general.file_type"}:
-        np.testing.assert_equal(found[key].value, wanted[key].value)
-        assert found[key].kind == wanted[key].kind
-    assert found["general.file_type"].value == 7
+    for key in output_values.keys() & expected.keys() - {"general.file_type"}:
+        np.testing.assert_equal(output_values[key].value, expected[key].value)
+        assert output_values[key].kind == expected[key].kind
+    assert output_values["general.file_type"].value == 7
 
 
 def test_parts_of_tensors_give_the_same_file(settings: Quantize, monkeypatch: pytest.MonkeyPatch):
     quantize.run(replace(settings, type="Q5_K_S"))
-    whole = settings.output.read_bytes()
+    full_content = settings.output.read_bytes()
     monkeypatch.setattr("packtrain.workflows.quantization.PART", 1)  # so that each part is one row
     quantize.run(replace(settings, type="Q5_K_S", overwrite=True))
-    assert settings.output.read_bytes() == whole
+    assert settings.output.read_bytes() == full_content
 
 
 def test_a_split_file_becomes_one(tmp_path: Path):
@@ -156,37 +158,43 @@ def test_a_split_file_becomes_one(tmp_path: Path):
         split = {"split.no": Value("u16", i), "split.count": Value("u16", 2)}
         write(tmp_path / f"m-0000{i + 1}-of-00002.gguf", split, {name: value})
     quantize.run(Quantize(tmp_path / "m-00002-of-00002.gguf", tmp_path / "q.gguf", "Q8_0"))
-    made = GGUF(tmp_path / "q.gguf")
-    assert [str(e.dtype) for e in made.entries.values()] == ["q8_0", "f32"]
-    assert made.metadata.keys() == {"general.file_type", "general.quantization_version"}
+    merged = GGUF(tmp_path / "q.gguf")
+    assert [str(e.dtype) for e in merged.entries.values()] == ["q8_0", "f32"]
+    assert merged.metadata.keys() == {"general.file_type", "general.quantization_version"}
 
 
 def test_what_is_packed_already_stays_unless_it_is_allowed(settings: Quantize):
     quantize.run(replace(settings, type="Q8_0"))
-    again = replace(settings, model=settings.output, output=settings.output.with_name("r.gguf"))
+    requantize = replace(
+        settings, model=settings.output, output=settings.output.with_name("r.gguf")
+    )
     with pytest.raises(InputError, match=r"token_embd.weight is already quantized, to q8_0; use"):
-        quantize.run(again)
-    assert not again.output.exists()
-    quantize.run(replace(again, type="Q8_0"))  # nothing to convert
-    assert again.output.read_bytes() == settings.output.read_bytes()
-    quantize.run(replace(again, overwrite=True, allow_requantize=True))
-    first, second = GGUF(settings.output), GGUF(again.output)
-    wanted = quantized_arrays.quantize(
+        quantize.run(requantize)
+    assert not requantize.output.exists()
+    quantize.run(replace(requantize, type="Q8_0"))  # nothing to convert
+    assert requantize.output.read_bytes() == settings.output.read_bytes()
+    quantize.run(replace(requantize, overwrite=True, allow_requantize=True))
+    first, second = GGUF(settings.output), GGUF(requantize.output)
+    expected = quantized_arrays.quantize(
         quantized_arrays.dequantize(first.array(MATRIX)), DTYPES["q6_K"]
     )
-    assert second.array(MATRIX).tobytes() == wanted.tobytes()
+    assert second.array(MATRIX).tobytes() == expected.tobytes()
 
 
 def test_packed_weights_can_be_unpacked(settings: Quantize):
     quantize.run(replace(settings, type="Q6_K"))
-    back = replace(settings, model=settings.output, output=settings.output.with_name("f.gguf"))
+    unpack_settings = replace(
+        settings, model=settings.output, output=settings.output.with_name("f.gguf")
+    )
     with pytest.raises(InputError, match="is already quantized"):
-        quantize.run(replace(back, type="F16"))
-    quantize.run(replace(back, type="F32"))  # loses nothing, so nothing has to be allowed
-    packed, made = GGUF(settings.output), GGUF(back.output)
-    assert {e.dtype for e in made.entries.values()} == {f32}
+        quantize.run(replace(unpack_settings, type="F16"))
+    quantize.run(
+        replace(unpack_settings, type="F32")
+    )  # loses nothing, so nothing has to be allowed
+    packed, unpacked = GGUF(settings.output), GGUF(unpack_settings.output)
+    assert {e.dtype for e in unpacked.entries.values()} == {f32}
     np.testing.assert_array_equal(
-        made.array(MATRIX), quantized_arrays.dequantize(packed.array(MATRIX))
+        unpacked.array(MATRIX), quantized_arrays.dequantize(packed.array(MATRIX))
     )
 
 
@@ -217,23 +225,23 @@ def test_the_smallest_types_need_an_importance_matrix(settings: Quantize, tmp_pa
     weights = tmp_path / "i.gguf"
     mixes.write_weights(weights, GGUF(settings.model))
     quantize.run(replace(small, imatrix=weights))
-    given, made = GGUF(settings.model), GGUF(settings.output)
-    for name, entry in made.entries.items():
+    source, quantized = GGUF(settings.model), GGUF(settings.output)
+    for name, entry in quantized.entries.items():
         if entry.dtype is DTYPES["iq2_xxs"]:
-            values = given.array(name)
+            values = source.array(name)
             ones = np.ones(values.shape[-1], np.float32)
             assert (
-                made.array(name).tobytes()
+                quantized.array(name).tobytes()
                 == quantized_arrays.quantize(values, entry.dtype, ones).tobytes()
             )
-    assert {str(e.dtype) for e in made.entries.values()} == {"f32", "q2_K", "q5_K", "iq2_xxs"}
-    again = replace(small, imatrix=weights, pure=True, overwrite=True)
+    assert {str(e.dtype) for e in quantized.entries.values()} == {"f32", "q2_K", "q5_K", "iq2_xxs"}
+    pure_settings = replace(small, imatrix=weights, pure=True, overwrite=True)
     # no importance matrix has weights for it
     with pytest.raises(
         InputError, match=r"d.weight would be iq2_xxs.*with --token-embedding-type$"
     ):
-        quantize.run(again)
-    quantize.run(replace(again, token_embedding_type="q2_k", output_tensor_type="q2_k"))
+        quantize.run(pure_settings)
+    quantize.run(replace(pure_settings, token_embedding_type="q2_k", output_tensor_type="q2_k"))
     assert str(GGUF(settings.output).entries["token_embd.weight"].dtype) == "q2_K"
 
 
@@ -242,9 +250,9 @@ def test_the_file_is_written_also_if_no_one_reads_the_table(settings: Quantize):
     reads, writes = os.pipe()
     os.close(reads)
     command = "-u", "-m", "packtrain", "quantize", str(settings.model), str(settings.output), "q8_0"
-    ended = subprocess.run([sys.executable, *command], stdout=writes, stderr=subprocess.PIPE)
+    process = subprocess.run([sys.executable, *command], stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (process.returncode, process.stderr) == (0, b"")
     assert GGUF(settings.output).entries.keys() == GGUF(settings.model).entries.keys()
 
 
@@ -300,8 +308,8 @@ def test_types_that_cannot_be_read_are_copied_or_refused(tmp_path: Path):
     write(tmp_path / "m.gguf", {}, tensors)
     settings = Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q8_0")
     quantize.run(settings)
-    made = GGUF(tmp_path / "q.gguf")
-    assert {name: made.array(name).tobytes() for name in made.entries} == {
+    copied = GGUF(tmp_path / "q.gguf")
+    assert {name: copied.array(name).tobytes() for name in copied.entries} == {
         name: value.tobytes() for name, value in tensors.items()
     }
     write(tmp_path / "m.gguf", {}, {"token_embd.weight": np.zeros((2, 1), dtype.numpy)})

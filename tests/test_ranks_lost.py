@@ -21,9 +21,9 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("lost")
-    (made / "text.txt").write_text(words())
-    return made
+    run_folder = tmp_path_factory.mktemp("lost")
+    (run_folder / "text.txt").write_text(words())
+    return run_folder
 
 
 def whole(folder: Path, name: str) -> None:
@@ -46,9 +46,9 @@ def test_a_rank_that_is_killed_before_it_has_joined_ends_the_others(folder):
     command = train(folder, "early", *ENDLESS, "--nproc", "2")
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
-    while len(each := children.read_text().split()) < 2:
+    while len(child_ids := children.read_text().split()) < 2:
         time.sleep(0.01)
-    os.kill(int(each[1]), signal.SIGKILL)
+    os.kill(int(child_ids[1]), signal.SIGKILL)
     said = started.communicate(timeout=40)[1]
     assert started.returncode == 1 and "rank 1 was ended by signal 9" in said
 

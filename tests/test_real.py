@@ -22,9 +22,11 @@ def test_parts_can_be_run_one_by_one(tmp_path, monkeypatch, capsys) -> None:
         row = Row("what", "found", "wanted", good)
         monkeypatch.setitem(PARTS, name, lambda setup, row=row: iter([row]))
     (tmp_path / "file").touch()
-    given = [f"--{name}={tmp_path / 'file'}" for name in ("base", "data", "text")]
+    file_flags = [f"--{name}={tmp_path / 'file'}" for name in ("base", "data", "text")]
     for parts, code in (("first", 1), ("eval", 0), ("eval,first", 1)):
-        monkeypatch.setattr(sys, "argv", ["real", *given, f"--work={tmp_path}", f"--parts={parts}"])
+        monkeypatch.setattr(
+            sys, "argv", ["real", *file_flags, f"--work={tmp_path}", f"--parts={parts}"]
+        )
         assert real.main() == code
     shown = capsys.readouterr().out.splitlines()[-2:]
     assert shown == [
@@ -56,8 +58,8 @@ def test_a_part_that_cannot_go_on_is_a_row(tmp_path, monkeypatch) -> None:
     ],
 )
 def test_bad_arguments(given: list[str], said: str, monkeypatch, capsys) -> None:
-    here = [f"--{name}={__file__}" for name in ("base", "data", "text")]
-    monkeypatch.setattr(sys, "argv", ["real", *here, *given])
+    file_flags = [f"--{name}={__file__}" for name in ("base", "data", "text")]
+    monkeypatch.setattr(sys, "argv", ["real", *file_flags, *given])
     with pytest.raises(SystemExit, match="2"):
         real.main()
     assert said in capsys.readouterr().err

@@ -45,12 +45,12 @@ def test_blocks_give_the_same_bits_as_keeping_everything(max_norm):
 def random_gradients(share: float, seed: int) -> Graph:
     """Loss and gradients of a llama that keeps a random share of its forward values, views among them."""
     weights = transformer.weights(CONFIG)
-    made = transformer.loss(CONFIG, weights, ROWS, TIME, chunk=16)
+    model = transformer.loss(CONFIG, weights, ROWS, TIME, chunk=16)
     rng = np.random.RandomState(seed)
-    forward = [t for call in Graph([made.loss]).calls for t in call.results]
+    forward = [t for call in Graph([model.loss]).calls for t in call.results]
     keep = [t for t in forward if rng.random_sample() < share]
-    found = differentiate(made.loss, list(weights.values()), keep)
-    return Graph({"loss": made.loss} | {f"d/{w.name}": d for w, d in found.items()})
+    weight_grads = differentiate(model.loss, list(weights.values()), keep)
+    return Graph({"loss": model.loss} | {f"d/{w.name}": d for w, d in weight_grads.items()})
 
 
 @cache
@@ -93,21 +93,26 @@ def dropped(keep: bool) -> Graph:
         h = ops.add(h, ops.sqr(ops.dropout(ops.matmul(h, w), key, p=0.4, stream=i)))
         stream.append(h)
     loss = ops.sum(ops.sqr(h))
-    found = differentiate(loss, layers, stream if keep else None)
-    return Graph({"loss": loss} | {f"d/{w.name}": d for w, d in found.items()})
+    weight_grads = differentiate(loss, layers, stream if keep else None)
+    return Graph({"loss": loss} | {f"d/{w.name}": d for w, d in weight_grads.items()})
 
 
 def test_recomputed_dropout_drops_the_same():
     rng = np.random.RandomState(0)
-    given = {f"w{i}": rng.standard_normal((32, 32)).astype(np.float32) * 0.2 for i in range(3)}
+    layer_weights = {
+        f"w{i}": rng.standard_normal((32, 32)).astype(np.float32) * 0.2 for i in range(3)
+    }
     x = rng.standard_normal((9, 32)).astype(np.float32)
-    again, once = bind(dropped(True), given), bind(dropped(False), given)
-    recomputed = [c.op.name for c in again.placed.graph.calls if c.phase == "recomputed"]
+    recompute_run, stored_run = (
+        bind(dropped(True), layer_weights),
+        bind(dropped(False), layer_weights),
+    )
+    recomputed = [c.op.name for c in recompute_run.placed.graph.calls if c.phase == "recomputed"]
     assert recomputed.count("dropout") == 3
-    first = again({"x": x, "key": np.array([3, 1])})
-    assert same_bits(first, once({"x": x, "key": np.array([3, 1])}))
+    first = recompute_run({"x": x, "key": np.array([3, 1])})
+    assert same_bits(first, stored_run({"x": x, "key": np.array([3, 1])}))
     for key in ([3, 2], [4, 1]):
-        assert not same_bits(first, again({"x": x, "key": np.array(key)}))
+        assert not same_bits(first, recompute_run({"x": x, "key": np.array(key)}))
 
 
 # ---- writes --------------------------------------------------------------------------------------------------
@@ -117,26 +122,26 @@ def written(keep: Collection[str] | None) -> Graph:
     """A forward pass that writes rows of a state and reads them back, then two layers that could be recomputed."""
     x, w = pt.input("x", (2, 8)), pt.weight("w", (8, 8))
     memory, ids = pt.state("memory", (5, 8)), pt.constant("ids", np.array([3, 1]), i32)
-    found: dict[str, Tensor] = {}
-    found["a"] = ops.sqr(ops.matmul(x, w))
-    (handle,) = ops.set_rows(memory, found["a"], ids)
-    found["b"] = ops.silu(ops.matmul(handle, w))
-    found["c"] = ops.tanh(ops.matmul(found["b"], w))
-    loss = ops.sum(ops.sqr(found["c"]))
-    kept = None if keep is None else [found[name] for name in keep]
-    return Graph({"loss": loss, "d/w": differentiate(loss, [w], kept)[w]}, [handle])
+    tensors: dict[str, Tensor] = {}
+    tensors["a"] = ops.sqr(ops.matmul(x, w))
+    (handle,) = ops.set_rows(memory, tensors["a"], ids)
+    tensors["b"] = ops.silu(ops.matmul(handle, w))
+    tensors["c"] = ops.tanh(ops.matmul(tensors["b"], w))
+    loss = ops.sum(ops.sqr(tensors["c"]))
+    kept_tensors = None if keep is None else [tensors[name] for name in keep]
+    return Graph({"loss": loss, "d/w": differentiate(loss, [w], kept_tensors)[w]}, [handle])
 
 
 @pytest.mark.parametrize("keep", ["c", "ac", "bc"])
 def test_an_op_that_writes_is_never_recomputed(keep):
-    graph, plain = written(keep), written(None)
-    again = [call.op for call in graph.calls if call.phase == "recomputed"]
-    assert again and not any(op.writes for op in again)
+    graph, plain_graph = written(keep), written(None)
+    recomputed_ops = [call.op for call in graph.calls if call.phase == "recomputed"]
+    assert recomputed_ops and not any(op.writes for op in recomputed_ops)
     rng = np.random.RandomState(0)
     w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 8), (2, 8)))
     results = []
-    for made in (graph, plain):
-        run = bind(made, {"w": w * 0.3})
+    for candidate in (graph, plain_graph):
+        run = bind(candidate, {"w": w * 0.3})
         results.append(run({"x": x}) | {"memory": run.session.get("memory")})
     assert same_bits(*results)
     assert results[0]["memory"].any(axis=1).tolist() == [False, True, False, True, False]
@@ -146,13 +151,13 @@ def ranked(seed: int, deep: int) -> Graph:
     """A llama of four blocks whose forward values have random ranks."""
     config = replace(CONFIG, block_count=4)
     weights = transformer.weights(config)
-    made = transformer.loss(config, weights, ROWS, TIME, chunk=16)
+    model = transformer.loss(config, weights, ROWS, TIME, chunk=16)
     rng = np.random.RandomState(seed)
-    forward = [t for call in Graph([made.loss]).calls for t in call.results]
+    forward = [t for call in Graph([model.loss]).calls for t in call.results]
     ranks = {t: int(rng.randint(0, deep + 1)) for t in forward if rng.random_sample() < 0.5}
-    ranks |= {made.blocks[0]: 0, made.blocks[-1]: 0}
-    found = differentiate(made.loss, list(weights.values()), ranks)
-    return Graph({"loss": made.loss} | {f"d/{w.name}": d for w, d in found.items()})
+    ranks |= {model.blocks[0]: 0, model.blocks[-1]: 0}
+    weight_grads = differentiate(model.loss, list(weights.values()), ranks)
+    return Graph({"loss": model.loss} | {f"d/{w.name}": d for w, d in weight_grads.items()})
 
 
 @pytest.mark.parametrize("deep", [0, 1, 3])
@@ -165,19 +170,19 @@ def test_any_ranks_give_the_same_bits(seed, deep):
     pt.verify(plan, placed)
     run = session.executor(placed, plan)
     session.set(values(config))
-    whole = bind(gradients(config, ROWS, TIME), values(config))(batch(config, ROWS, TIME))
+    reference = bind(gradients(config, ROWS, TIME), values(config))(batch(config, ROWS, TIME))
     got = run(batch(config, ROWS, TIME))
-    assert same_bits(got, {name: whole[name] for name in got})
+    assert same_bits(got, {name: reference[name] for name in got})
 
 
 def chained(stream: tuple[int, ...]) -> Graph:
     """A llama whose residual stream has these ranks and nothing else is kept."""
     config = replace(CONFIG, block_count=len(stream) - 1)
     weights = transformer.weights(config)
-    made = transformer.loss(config, weights, 8, 64, chunk=16)
-    ranks = dict(zip(made.blocks, stream, strict=True))
-    found = differentiate(made.loss, list(weights.values()), ranks)
-    return Graph({"loss": made.loss} | {f"d/{w.name}": d for w, d in found.items()})
+    model = transformer.loss(config, weights, 8, 64, chunk=16)
+    ranks = dict(zip(model.blocks, stream, strict=True))
+    weight_grads = differentiate(model.loss, list(weights.values()), ranks)
+    return Graph({"loss": model.loss} | {f"d/{w.name}": d for w, d in weight_grads.items()})
 
 
 def test_a_higher_rank_is_less_memory_and_more_work():

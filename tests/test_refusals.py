@@ -105,16 +105,18 @@ def split_folder(folder: Path) -> Path:
 @pytest.mark.parametrize("kind", IDLE)
 def test_a_setting_without_effect_is_refused(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(split_folder(tmp_path).parent)
-    for flag, given in IDLE[kind].items():
+    for flag, settings in IDLE[kind].items():
         with pytest.raises(InputError, match=f"{flag} has no effect .*; leave one of them out"):
-            check_effects(kind(**given))
+            check_effects(kind(**settings))
     check_effects(kind())
 
 
 def test_each_rule_has_its_case():
-    told = {flag.removeprefix("--").removeprefix("no-") for of in IDLE.values() for flag in of}
+    case_flags = {
+        flag.removeprefix("--").removeprefix("no-") for of in IDLE.values() for flag in of
+    }
     ruled = {name for _, rules in RULES for names, *_ in rules for name in names.split()}
-    assert {name.replace("_", "-") for name in ruled} == told
+    assert {name.replace("_", "-") for name in ruled} == case_flags
     for kind, rules in (*RULES, (RunSettings, VALIDATING)):
         assert {n for names, *_ in rules for n in names.split()} <= {f.name for f in fields(kind)}
 
@@ -152,11 +154,11 @@ def test_commands_that_read_data_refuse_it_too(tmp_path, capsys, flags, line):
     "flags", [["--patience", "2"], ["--steps-per-eval", "5"], ["--val-batches", "1"]]
 )
 def test_nothing_validates_without_validation_data(data, tmp_path, capsys, flags):  # noqa: F811
-    more = ["--val-split", "0", *flags]
-    line = refused(capsys, arguments(data, tmp_path / "m.gguf", *more))
+    split_flags = ["--val-split", "0", *flags]
+    line = refused(capsys, arguments(data, tmp_path / "m.gguf", *split_flags))
     assert f"{flags[0]} has no effect without validation data" in line
     assert "has no effect" in refused(
-        capsys, ["plan", *arguments(data, tmp_path / "m.gguf", *more)]
+        capsys, ["plan", *arguments(data, tmp_path / "m.gguf", *split_flags)]
     )
 
 
@@ -165,10 +167,12 @@ def test_nothing_validates_without_validation_data(data, tmp_path, capsys, flags
 
 def about(settings, fingerprint="aa bb", sources=None, **more):
     """What a checkpoint says of a run with these settings."""
-    kept = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in FREE}
+    saved_fields = {
+        f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in FREE
+    }
     paths = {"data": "/x/chats.jsonl", "model": "/x/base.gguf"} | (sources or {})
-    told = {**kept, "data": fingerprint, "sources": paths, "steps": 9, "rows": 4, **more}
-    return json.loads(json.dumps(told, default=str))
+    record = {**saved_fields, "data": fingerprint, "sources": paths, "steps": 9, "rows": 4, **more}
+    return json.loads(json.dumps(record, default=str))
 
 
 BEGUN = TuneSettings(lr=1e-3)
@@ -194,11 +198,11 @@ def test_what_changed_is_named_by_flag_or_file(now, lines):
 
 
 def test_checkpoints_of_older_versions_are_compared_by_what_they_know():
-    old = about(BEGUN)
-    del old["sources"], old["pack"], old["lora_rank"]
-    old["gone"] = 7
-    assert differences(old, about(BEGUN), TuneSettings) == []
-    assert differences(old, about(BEGUN, "cc bb"), TuneSettings) == [
+    older_record = about(BEGUN)
+    del older_record["sources"], older_record["pack"], older_record["lora_rank"]
+    older_record["gone"] = 7
+    assert differences(older_record, about(BEGUN), TuneSettings) == []
+    assert differences(older_record, about(BEGUN, "cc bb"), TuneSettings) == [
         "the data chats.jsonl has changed since it began"
     ]
     text = "the data chats.jsonl or the vocabulary v.gguf has changed since it began"
@@ -206,25 +210,25 @@ def test_checkpoints_of_older_versions_are_compared_by_what_they_know():
     assert differences(about(TrainSettings(), "aa", {"vocab": None}), vocab, TrainSettings)[
         0
     ].startswith("--vocab was")
-    before = about(TrainSettings(), "aa", {"vocab": "/x/v.gguf"})
-    assert differences(before, vocab, TrainSettings) == [text]
+    old_record = about(TrainSettings(), "aa", {"vocab": "/x/v.gguf"})
+    assert differences(old_record, vocab, TrainSettings) == [text]
 
 
 def test_a_changed_file_is_named_when_a_run_goes_on(data, tmp_path, capsys):  # noqa: F811
-    mine = tmp_path / "mine.txt"
-    shutil.copyfile(data, mine)
+    data_copy = tmp_path / "mine.txt"
+    shutil.copyfile(data, data_copy)
     output = tmp_path / "m.gguf"
-    assert main(arguments(mine, output, "--iters", "1")) == 0
-    mine.write_text(mine.read_text()[:-40])
+    assert main(arguments(data_copy, output, "--iters", "1")) == 0
+    data_copy.write_text(data_copy.read_text()[:-40])
     line = refused(capsys, ["train", "-o", str(output), "--resume"])
     assert (
         f"{tmp_path / 'm.run'} cannot continue: the data mine.txt has changed since it began;"
         in line
     )
-    other = tmp_path / "other.txt"
-    other.write_text(mine.read_text())
-    line = refused(capsys, ["train", "-o", str(output), "--resume", "--data", str(other)])
-    assert f"--data was {mine} and is {other};" in line
+    other_file = tmp_path / "other.txt"
+    other_file.write_text(data_copy.read_text())
+    line = refused(capsys, ["train", "-o", str(output), "--resume", "--data", str(other_file)])
+    assert f"--data was {data_copy} and is {other_file};" in line
     assert main(["train", "-o", str(output), "--resume", "--overwrite"]) == 2
 
 
@@ -249,12 +253,12 @@ def test_what_a_run_writes_is_known_before_it(data, tmp_path, monkeypatch, more)
     )
     output = tmp_path / "m.gguf"
     assert main(arguments(data, output, "--iters", "6", "--save-every", "2", *more)) == 0
-    there = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
+    actual_nbytes = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
     best = (tmp_path / "m.run/best.gguf").stat().st_size if more else 0  # once more while replaced
     logs = disk_space.LOGS_NBYTES
     needed = sum(nbytes for *_, nbytes in planned)
     # checkpoints name their leaves and settings: a few KB beside the values
-    assert needed - logs - 200_000 < there + best < needed
+    assert needed - logs - 200_000 < actual_nbytes + best < needed
 
 
 def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
@@ -265,19 +269,19 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
         steps=50,
         subject=SimpleNamespace(files=lambda: {tmp_path / "m.gguf": 100}),
     )
-    kept = [weight("w", (1000,)), state("m/w", (1000,)), state("g/w", (1000,), role="sum")]
-    kept.append(state("cache.k", (9,), role="cache"))
-    plans = SimpleNamespace(kept={leaf.name: leaf for leaf in kept}, trained=["w"])
+    leaves = [weight("w", (1000,)), state("m/w", (1000,)), state("g/w", (1000,), role="sum")]
+    leaves.append(state("cache.k", (9,), role="cache"))
+    plans = SimpleNamespace(kept={leaf.name: leaf for leaf in leaves}, trained=["w"])
     plans.saved = Plans.saved.fget(plans)  # type: ignore[attr-defined]
-    found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
-    assert found == {"two checkpoints": 16000, "m.gguf": 100, "logs": disk_space.LOGS_NBYTES}
+    sizes = {label: nbytes for _, label, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    assert sizes == {"two checkpoints": 16000, "m.gguf": 100, "logs": disk_space.LOGS_NBYTES}
     (tmp_path / "checkpoint.gguf").write_bytes(bytes(8000))
-    found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
-    assert found["two checkpoints"] == 8000
+    sizes = {label: nbytes for _, label, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    assert sizes["two checkpoints"] == 8000
     job.settings.save_name = job.settings.save_model = "ITERATION.gguf"
-    found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
-    assert found["numbered checkpoints"] == 3 * 8000
-    assert found["numbered models"] == 3 * (4000 + HEAD_NBYTES)
+    sizes = {label: nbytes for _, label, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    assert sizes["numbered checkpoints"] == 3 * 8000
+    assert sizes["numbered models"] == 3 * (4000 + HEAD_NBYTES)
     check_space(job, plans)  # type: ignore[arg-type]
 
 
@@ -331,21 +335,21 @@ def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, caps
 
 
 def test_a_picture_never_replaces_what_a_run_reads(data, tmp_path, capsys):  # noqa: F811
-    mine = tmp_path / "mine.txt"
-    shutil.copyfile(data, mine)
-    line = refused(capsys, ["plan", "train", "--data", str(mine), "--json", str(mine)])
-    assert f"--json: {mine} is one of the files that are read; give another name" in line
-    assert mine.read_text() == data.read_text()
+    data_copy = tmp_path / "mine.txt"
+    shutil.copyfile(data, data_copy)
+    line = refused(capsys, ["plan", "train", "--data", str(data_copy), "--json", str(data_copy)])
+    assert f"--json: {data_copy} is one of the files that are read; give another name" in line
+    assert data_copy.read_text() == data.read_text()
 
 
 def test_a_result_never_replaces_the_data_it_is_made_of(data, tmp_path, capsys):  # noqa: F811
-    mine = tmp_path / "mine.txt"
-    shutil.copyfile(data, mine)
-    settings = f"--dim 32 --layers 1 --iters 1 --overwrite -o {mine}".split()
-    for given in (mine, tmp_path):
-        line = refused(capsys, ["train", "--data", str(given), *settings])
-        assert f"--output: {mine} is one of the files that are read; give another name" in line
-    assert mine.read_text() == data.read_text()
+    data_copy = tmp_path / "mine.txt"
+    shutil.copyfile(data, data_copy)
+    settings = f"--dim 32 --layers 1 --iters 1 --overwrite -o {data_copy}".split()
+    for data_path in (data_copy, tmp_path):
+        line = refused(capsys, ["train", "--data", str(data_path), *settings])
+        assert f"--output: {data_copy} is one of the files that are read; give another name" in line
+    assert data_copy.read_text() == data.read_text()
 
 
 CONVERT = {

@@ -75,8 +75,8 @@ def test_an_index_that_is_too_large_is_named_and_the_next_run_is_right():
         print(lines[0])
         print("ids" in "".join(lines[2:]), "norm" in "".join(lines[2:]))
     """
-    told = "get_rows: index 9 at position 2 is outside the 5 rows\nTrue False"
-    assert outcome(body) == told
+    expected = "get_rows: index 9 at position 2 is outside the 5 rows\nTrue False"
+    assert outcome(body) == expected
 
 
 def test_what_no_wanted_output_needs_is_left_out():
@@ -142,8 +142,8 @@ def test_products_of_the_same_rows_are_one_call_with_the_same_bits():
                 if name != "q8_0":  # without VNNI f32 is multiplied in f32
                     print(m, name, *(int(row[0] == 1) for row in run.table.rows))
     """
-    told = outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body))
-    assert told.splitlines() == [
+    stdout = outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body))
+    assert stdout.splitlines() == [
         "1 q4_0 0 1 1 0 0",
         "1 f16 0 1 1",
         "3 q4_0 0 1 1 0 0",
@@ -168,8 +168,8 @@ def test_products_that_write_over_weights_of_others_are_not_joined():
             calls = [call(own[0], first), call(*second_call)]
             print(*((start, end) for start, end, _ in joined(calls)))
     """
-    told = outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body))
-    assert told.splitlines() == ["(0, 2)", "", "(0, 2)"]
+    stdout = outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body))
+    assert stdout.splitlines() == ["(0, 2)", "", "(0, 2)"]
 
 
 def test_a_joined_call_that_fails_is_made_one_by_one():

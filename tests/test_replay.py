@@ -76,7 +76,7 @@ def expected(given: dict[str, np.ndarray], x: np.ndarray) -> float:
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_loss_and_its_slope(biased: bool) -> None:
     """By the definition, and by finite differences in float64."""
-    given = example(biased)
+    tensors = example(biased)
     x, head = pt.weight("x", (B, T, C)), pt.weight("token_embd.weight", (V, C))
     leaves = {"token_embd.weight": head}
     if biased:
@@ -85,16 +85,16 @@ def test_the_loss_and_its_slope(biased: bool) -> None:
     results = ops.linear_cross_entropy(
         x, head, targets, counted, leaves.get("output.bias"), chunk=4
     )
-    made = Loss(results[0], results[1], results[2], [], x, targets, counted)
-    loss = HOW.loss(CONFIG, leaves, made, 4)
+    base_loss = Loss(results[0], results[1], results[2], [], x, targets, counted)
+    loss = HOW.loss(CONFIG, leaves, base_loss, 4)
     graph = Graph({"loss": loss, "slope": differentiate(loss, [x])[x]})
     names = {leaf.label for leaf in graph.leaves}
-    got = run(graph, {n: v for n, v in given.items() if n in names})
-    assert float(got["loss"]) == pytest.approx(expected(given, given["x"]), rel=1e-5)
+    got = run(graph, {n: v for n, v in tensors.items() if n in names})
+    assert float(got["loss"]) == pytest.approx(expected(tensors, tensors["x"]), rel=1e-5)
     for at in [*np.ndindex(B, T, C)][::5]:
         step = np.zeros((B, T, C))
         step[at] = 1e-5
-        up, down = (expected(given, given["x"] + sign * step) for sign in (1, -1))
+        up, down = (expected(tensors, tensors["x"] + sign * step) for sign in (1, -1))
         assert got["slope"][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), at
 
 
@@ -103,23 +103,31 @@ def test_the_loss_and_its_slope(biased: bool) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("replay")
+    root = tmp_path_factory.mktemp("replay")
     rng = random.Random(1)
     words = [[rng.choice(("sun", "ice", "sea", "sky")) for _ in range(3)] for _ in range(50)]
     lines = [{"prompt": f"say {w[0]}", "completion": " ".join(w)} for w in words]
-    (made / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (made / "text.txt").write_text("sun and ice and sea and sky. " * 200)
+    (root / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (root / "text.txt").write_text("sun and ice and sea and sky. " * 200)
     for name in ("llama tied", "gemma2", "qwen2"):
-        random_model(made / f"{name}.gguf", name)
-    return made
+        random_model(root / f"{name}.gguf", name)
+    return root
 
 
 def tuned(
     folder: Path, output: Path, *more: str, base: str = "llama tied", data: str = "data.jsonl"
 ) -> int:
-    given = [str(folder / f"{base}.gguf"), "--data", str(folder / data), "-o", str(output)]
-    usual = ["--batch-size", "2", "--lr", "0.003", "--no-tensorboard", "--check-answers", "0"]
-    return main(["finetune", *given, *usual, *more])
+    args = [str(folder / f"{base}.gguf"), "--data", str(folder / data), "-o", str(output)]
+    default_flags = [
+        "--batch-size",
+        "2",
+        "--lr",
+        "0.003",
+        "--no-tensorboard",
+        "--check-answers",
+        "0",
+    ]
+    return main(["finetune", *args, *default_flags, *more])
 
 
 def losses(output: Path) -> list[float]:
@@ -139,39 +147,41 @@ def test_answers_are_learned_beside_texts_of_the_base(
     """By default; each text is whole, and none holds an end. Its probabilities are the base's."""
     output = tmp_path / "tuned.gguf"
     assert tuned(folder, output, "--iters", "2", base=base) == 0, said(capsys)
-    found = texts(output)
-    assert found["tokens"].shape == (64, 129) and (found["tokens"] >= 0).all()
+    replay_texts = texts(output)
+    assert replay_texts["tokens"].shape == (64, 129) and (replay_texts["tokens"] >= 0).all()
     base_file = open_model(folder / f"{base}.gguf")
-    ends = [*base_file.tokenizer().ends]
-    assert not np.isin(found["tokens"][:, 1:], ends).any()
-    assert len({row.tobytes() for row in found["tokens"]}) == 64
+    eos_ids = [*base_file.tokenizer().ends]
+    assert not np.isin(replay_texts["tokens"][:, 1:], eos_ids).any()
+    assert len({row.tobytes() for row in replay_texts["tokens"]}) == 64
     context = pt.Context(folder / f"{base}.gguf", cells=128, cache="f32")
-    logits = context.decode(found["tokens"][3, :20].tolist(), wanted=range(20))
+    logits = context.decode(replay_texts["tokens"][3, :20].tolist(), wanted=range(20))
     logp = log_softmax(logits.astype(np.float64))
     table = dequantize(
         base_file.gguf.array(transformer.head(transformer.weights(base_file.config)).label)
     )
-    np.testing.assert_allclose(found["means"][3, :20], np.exp(logp) @ table, atol=2e-3)
-    np.testing.assert_allclose(found["constants"][3, :20], (np.exp(logp) * logp).sum(-1), atol=0.01)
+    np.testing.assert_allclose(replay_texts["means"][3, :20], np.exp(logp) @ table, atol=2e-3)
+    np.testing.assert_allclose(
+        replay_texts["constants"][3, :20], (np.exp(logp) * logp).sum(-1), atol=0.01
+    )
 
 
 def test_step_1_has_no_divergence(folder: Path, tmp_path: Path) -> None:
     """An adapter begins as the base: the loss is that without texts."""
-    first = []
-    for more in (["--replay", "0"], ["--replay", "4", "--replay-weight", "9"]):
-        assert tuned(folder, tmp_path / "tuned.gguf", "--iters", "1", "--overwrite", *more) == 0
-        first.append(losses(tmp_path / "tuned.gguf")[0])
-    assert first[1] == pytest.approx(first[0], abs=2e-3)
+    first_losses = []
+    for flags in (["--replay", "0"], ["--replay", "4", "--replay-weight", "9"]):
+        assert tuned(folder, tmp_path / "tuned.gguf", "--iters", "1", "--overwrite", *flags) == 0
+        first_losses.append(losses(tmp_path / "tuned.gguf")[0])
+    assert first_losses[1] == pytest.approx(first_losses[0], abs=2e-3)
 
 
 def test_rows_end_in_a_text_that_counts_as_much_as_the_weight_says(
     folder: Path, tmp_path: Path
 ) -> None:
-    ready = pt.plan(
+    prepared_plan = pt.plan(
         pt.finetune, model=folder / "llama tied.gguf", data=folder / "data.jsonl",
         output=tmp_path / "t.gguf", replay=3, replay_weight=2.0, batch_size=2,
     )  # fmt: skip
-    train = ready.job.train
+    train = prepared_plan.job.train
     assert isinstance(train, ReplayBatches)
     train.known["tokens"][:] = np.arange(3)[:, None]
     for index in range(2 * len(train)):
@@ -187,15 +197,17 @@ def test_rows_end_in_a_text_that_counts_as_much_as_the_weight_says(
 
 
 def test_a_plan_counts_the_time_in_which_the_base_writes(folder: Path, tmp_path: Path) -> None:
-    given = folder / "llama tied.gguf", folder / "data.jsonl"
+    paths = folder / "llama tied.gguf", folder / "data.jsonl"
     plans = [
-        pt.plan(pt.finetune, *given, output=tmp_path / "t.gguf", replay=n) for n in (0, 32, 64)
+        pt.plan(pt.finetune, *paths, output=tmp_path / "t.gguf", replay=n) for n in (0, 32, 64)
     ]
-    none, half, whole = (plan.before for plan in plans)
-    assert none == 0 < half and whole == pytest.approx(2 * half, rel=0.5)
+    zero_seconds, half_seconds, full_seconds = (plan.before for plan in plans)
+    assert zero_seconds == 0 < half_seconds and full_seconds == pytest.approx(
+        2 * half_seconds, rel=0.5
+    )
     assert "before, in which the base writes texts for replay" in str(plans[2])
     assert "texts for replay" not in str(plans[0])
-    assert json.loads(plans[2].json())["seconds_before_step_1"] == whole
+    assert json.loads(plans[2].json())["seconds_before_step_1"] == full_seconds
 
 
 def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -221,9 +233,9 @@ def test_texts_written_before_a_stop_are_kept(
         assert tuned(folder, output, "--iters", "1", "--replay", "40") == 130
     assert (texts(output)["tokens"][:, 0] >= 0).tolist() == [True] * 32 + [False] * 8
     assert tuned(folder, output, "--iters", "1", "--replay", "40", "--resume") == 0, said(capsys)
-    whole, resumed = texts(tmp_path / "whole.gguf"), texts(output)
+    uninterrupted, resumed = texts(tmp_path / "whole.gguf"), texts(output)
     for name in ("tokens", "means", "constants"):
-        assert np.array_equal(whole[name], resumed[name]), name
+        assert np.array_equal(uninterrupted[name], resumed[name]), name
 
 
 @pytest.mark.parametrize(
@@ -240,7 +252,7 @@ def test_no_texts_are_written_where_none_count(
     more: list[str], data: str, folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "tuned.gguf"
-    more = [str(folder / one) if one.endswith(".gguf") else one for one in more]
+    more = [str(folder / flag) if flag.endswith(".gguf") else flag for flag in more]
     assert tuned(folder, output, "--iters", "1", *more, data=data) == 0
     assert not (output.with_suffix(".run") / FILE).exists()
 
@@ -258,7 +270,7 @@ def test_no_texts_are_written_where_none_count(
 def test_what_it_is_not_for_is_refused(
     base: str, more: list[str], why: str, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    more = [str(folder / one) if one.endswith(".gguf") else one for one in more]
+    more = [str(folder / flag) if flag.endswith(".gguf") else flag for flag in more]
     data = "data.jsonl"
     if "dpo" in more:
         (folder / "pairs.jsonl").write_text(
@@ -279,9 +291,9 @@ def test_a_tuned_model_forgets_less(folder: Path, tmp_path: Path) -> None:
     grown = []
     for count in ("0", "64"):
         output = tmp_path / f"{count}.gguf"
-        given = ["finetune", str(STORIES), "--data", str(folder / "data.jsonl"), "-o", str(output)]
-        more = ["--replay", count, "--iters", "40", "--check-answers", "0"]
-        assert main([*given, *more]) == 0
+        args = ["finetune", str(STORIES), "--data", str(folder / "data.jsonl"), "-o", str(output)]
+        flags = ["--replay", count, "--iters", "40", "--check-answers", "0"]
+        assert main([*args, *flags]) == 0
         after, before = (pt.evaluate(model, data=text).loss().value for model in (output, STORIES))
         grown.append(after - before)
     assert grown[1] < grown[0] / 3, grown

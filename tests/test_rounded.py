@@ -40,19 +40,19 @@ def rounded(x: np.ndarray) -> np.ndarray:
 def test_values_are_rounded_to_multiples_of_a_127th_of_the_largest() -> None:
     x = np.linspace(-1, 1, 32, dtype=np.float32) * np.float32(127)
     x[5:8] = 0.5, 1.5, 2.4  # ties to even
-    wanted = np.rint(x)
-    np.testing.assert_array_equal(rounded(x), wanted)
-    np.testing.assert_array_equal(rounded(x * np.float32(2**-20)), wanted * np.float32(2**-20))
-    assert wanted[5:8].tolist() == [0, 2, 2]
+    expected = np.rint(x)
+    np.testing.assert_array_equal(rounded(x), expected)
+    np.testing.assert_array_equal(rounded(x * np.float32(2**-20)), expected * np.float32(2**-20))
+    assert expected[5:8].tolist() == [0, 2, 2]
 
 
 def test_blocks_of_zeros_of_denormals_and_of_what_is_not_finite() -> None:
     x = np.zeros(128, np.float32)
     x[32:64] = 1e-42
     x[70], x[100] = np.nan, np.inf
-    found = rounded(x)
-    assert not found[:64].any()
-    assert np.isnan(found[64:]).all()
+    result = rounded(x)
+    assert not result[:64].any()
+    assert np.isnan(result[64:]).all()
 
 
 @pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
@@ -65,8 +65,8 @@ def test_products_are_those_of_the_rounded_values(dtype: Dtype) -> None:
     w = with_small_scales(dtype, bits)
     y, work = np.empty((1, 17), np.float32), np.empty(k // 128 * 80, np.float32)
     kernels.rounded.product(y, x, dtype.number, w, False, 1, work)
-    wanted = x.astype(np.float64) @ dequantize(w.view(dtype.numpy)).astype(np.float64).T
-    np.testing.assert_allclose(y, wanted, rtol=1e-5)
+    expected = x.astype(np.float64) @ dequantize(w.view(dtype.numpy)).astype(np.float64).T
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
 
 
 def with_small_scales(dtype: Dtype, bits: np.ndarray) -> np.ndarray:
@@ -103,12 +103,16 @@ def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype, planes:
         random.standard_normal((15, k), np.float32),
         random.standard_normal((15, n), np.float32),
     )
-    every = product_in_integers(acc, x, dtype, w, planes)  # 4 rows, 2 and 1
-    alone = [product_in_integers(acc[i : i + 1], x[i : i + 1], dtype, w, planes) for i in range(15)]
-    np.testing.assert_array_equal(every, np.concatenate(alone))
-    taken = rounded(x.reshape(-1)).reshape(x.shape) if planes == 1 else x
-    wanted = acc + taken.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(np.float64)
-    assert np.abs(every - wanted).max() < 1e-6 * np.abs(wanted).max()
+    products = product_in_integers(acc, x, dtype, w, planes)  # 4 rows, 2 and 1
+    row_products = [
+        product_in_integers(acc[i : i + 1], x[i : i + 1], dtype, w, planes) for i in range(15)
+    ]
+    np.testing.assert_array_equal(products, np.concatenate(row_products))
+    rounded_x = rounded(x.reshape(-1)).reshape(x.shape) if planes == 1 else x
+    expected = acc + rounded_x.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(
+        np.float64
+    )
+    assert np.abs(products - expected).max() < 1e-6 * np.abs(expected).max()
 
 
 def product_of_many(acc: np.ndarray, x: np.ndarray, dtype: Dtype, w: np.ndarray) -> np.ndarray:
@@ -126,21 +130,25 @@ def test_many_rows_have_the_products_of_the_rounded_values(dtype: Dtype) -> None
     random, k = np.random.default_rng(0), 2144 if dtype.block == 32 else 2304
     x = random.standard_normal((29, k), np.float32)
     x[3, 70] = np.nan
-    taken = rounded(np.delete(x, 3, 0).reshape(-1)).reshape(28, k).astype(np.float64)
+    rounded_x = rounded(np.delete(x, 3, 0).reshape(-1)).reshape(28, k).astype(np.float64)
     for n in (1, 40, 147):
         w, acc = random_rows(dtype, n, k), random.standard_normal((29, n), np.float32)
-        every = product_of_many(acc, x, dtype, w)
-        few = [product_of_many(acc[i : i + 9], x[i : i + 9], dtype, w) for i in (0, 9, 18, 20)]
-        np.testing.assert_array_equal(every, np.concatenate([*few[:3], few[3][-2:]]))
+        products = product_of_many(acc, x, dtype, w)
+        chunk_products = [
+            product_of_many(acc[i : i + 9], x[i : i + 9], dtype, w) for i in (0, 9, 18, 20)
+        ]
+        np.testing.assert_array_equal(
+            products, np.concatenate([*chunk_products[:3], chunk_products[3][-2:]])
+        )
         kernels.set_threads(1)
         try:
-            np.testing.assert_array_equal(product_of_many(acc, x, dtype, w), every)
+            np.testing.assert_array_equal(product_of_many(acc, x, dtype, w), products)
         finally:
             kernels.set_threads(kernels.COUNT)
-        assert np.isnan(every[3]).all()
+        assert np.isnan(products[3]).all()
         exact = dequantize(w.view(dtype.numpy)).T.astype(np.float64)
-        wanted = np.delete(acc, 3, 0) + taken @ exact
-        assert np.abs(np.delete(every, 3, 0) - wanted).max() < 1e-6 * np.abs(wanted).max()
+        expected = np.delete(acc, 3, 0) + rounded_x @ exact
+        assert np.abs(np.delete(products, 3, 0) - expected).max() < 1e-6 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
@@ -161,13 +169,13 @@ def test_signed_codes_have_the_same_products_in_f32_alone_and_among_others(name:
     """As they are taken where there is no VNNI."""
     random, dtype, k, n = np.random.default_rng(0), DTYPES[name], 416, 13
     w, x = random_rows(dtype, n, k), random.standard_normal((8, k), np.float32)
-    every, alone = (np.zeros((8, n), np.float32) for _ in range(2))
-    kernels.packed.product(every, x, dtype.number, w, False, 0)
+    products, row_products = (np.zeros((8, n), np.float32) for _ in range(2))
+    kernels.packed.product(products, x, dtype.number, w, False, 0)
     for i in range(8):
-        kernels.packed.product(alone[i : i + 1], x[i : i + 1], dtype.number, w, False, 0)
-    np.testing.assert_array_equal(every, alone)
+        kernels.packed.product(row_products[i : i + 1], x[i : i + 1], dtype.number, w, False, 0)
+    np.testing.assert_array_equal(products, row_products)
     exact = x.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(np.float64)
-    assert np.abs(every - exact).max() < 1e-5 * np.abs(exact).max()
+    assert np.abs(products - exact).max() < 1e-5 * np.abs(exact).max()
 
 
 def test_the_least_signed_code_fits_with_the_largest_integers() -> None:
@@ -211,10 +219,10 @@ def test_what_it_does_not_take_is_refused() -> None:
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, Path]:
     """The same model in f32 and in q8_0."""
-    plain, packed = tmp_path / "plain.gguf", tmp_path / "packed.gguf"
-    save(plain, CONFIG)
-    quantize.run(Quantize(plain, packed, "Q8_0"))
-    return {"plain": plain, "packed": packed}
+    source, packed = tmp_path / "plain.gguf", tmp_path / "packed.gguf"
+    save(source, CONFIG)
+    quantize.run(Quantize(source, packed, "Q8_0"))
+    return {"plain": source, "packed": packed}
 
 
 def logits(model: ModelFile, chunks: tuple[int, ...]) -> np.ndarray:
@@ -230,8 +238,8 @@ def test_prompts_and_single_tokens_are_rounded_alike(models: dict[str, Path]) ->
     at_once, one_by_one = logits(rough, (8, 1, 1)), logits(rough, (1,) * len(IDS))
     size = np.abs(at_once).max()
     assert np.abs(at_once - one_by_one).max() < 1e-4 * size
-    off = np.abs(at_once - logits(exact, (8, 1, 1))).max()
-    assert 1e-4 * size < off < 0.05 * size
+    deviation = np.abs(at_once - logits(exact, (8, 1, 1))).max()
+    assert 1e-4 * size < deviation < 0.05 * size
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -240,11 +248,14 @@ def test_few_rows_have_products_in_integers_and_many_where_that_is_faster(
 ) -> None:
     config, w = replace(CONFIG, activations="q8"), pt.weight("w", (4, 64), DTYPES["q8_0"])
     monkeypatch.setattr("packtrain.models.activation_rounding.multiplies_many", lambda: fast)
-    few, many = (product(config, pt.input("x", (n, 64)), w) for n in (8, 9))
+    small_batch, large_batch = (product(config, pt.input("x", (n, 64)), w) for n in (8, 9))
     half = product(replace(config, precision="bf16"), pt.input("x", (9, 64)), w)
-    done = [[call.op.name for call in pt.Graph({"y": y}).calls] for y in (few, many, half)]
-    both = ["rounded", "matmul"]
-    assert done == [["matmul_rounded"], ["matmul_rounded"] if fast else both, both]
+    done = [
+        [call.op.name for call in pt.Graph({"y": y}).calls]
+        for y in (small_batch, large_batch, half)
+    ]
+    separate_ops = ["rounded", "matmul"]
+    assert done == [["matmul_rounded"], ["matmul_rounded"] if fast else separate_ops, separate_ops]
 
 
 def test_eval_takes_it_too(models: dict[str, Path], tmp_path: Path, capsys) -> None:
@@ -282,5 +293,5 @@ def test_only_long_runs_and_not_their_head_are_in_bf16() -> None:
 
 
 def test_guesses_are_checked_as_they_would_be_written() -> None:
-    most = next(f for f in fields(Speaking) if f.name == "draft_max").metadata["bounds"][1]
-    assert Sizes.of(4096, 1 + most).next(1 + most) <= cached_transformer.EXACT
+    max_draft = next(f for f in fields(Speaking) if f.name == "draft_max").metadata["bounds"][1]
+    assert Sizes.of(4096, 1 + max_draft).next(1 + max_draft) <= cached_transformer.EXACT

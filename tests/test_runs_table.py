@@ -48,8 +48,8 @@ def test_a_run_is_done_once_its_merge_has_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_a_table_is_as_wide_as_the_terminal(width: int, tmp_path: Path) -> None:
-    runs = [run(tmp_path / f"{name}.run", STEP, age=0) for name in "ab"]
-    table = [*lines(rows(runs), width)]
+    run_folders = [run(tmp_path / f"{name}.run", STEP, age=0) for name in "ab"]
+    table = [*lines(rows(run_folders), width)]
     assert max(map(len, table[:-1])) <= width
     assert table[-1].endswith(": a wider terminal, --json or --html") and "last record" in table[-1]
-    assert len([*lines(rows(runs))]) == 3
+    assert len([*lines(rows(run_folders))]) == 3

@@ -32,9 +32,9 @@ def shares(
 
 def near(got: np.ndarray, weights: list[float]) -> bool:
     """Whether shares are within four standard errors of the weights, exactly 0 where those are."""
-    want = np.array(weights) / sum(weights)
-    error = np.sqrt(want * (1 - want) / COUNT)
-    return bool((np.abs(got - want) <= 4 * error).all())
+    expected = np.array(weights) / sum(weights)
+    error = np.sqrt(expected * (1 - expected) / COUNT)
+    return bool((np.abs(got - expected) <= 4 * error).all())
 
 
 def test_without_limits_shares_are_the_probabilities() -> None:
@@ -77,13 +77,13 @@ def test_limits_come_before_the_temperature() -> None:
 
 def test_recent_tokens_are_less_likely() -> None:
     logits = np.array([2.0, -1.0, 1.0], np.float32)
-    twice = replace(PLAIN, repeat_penalty=2.0)
-    assert near(shares(twice, (0, 1, 0), logits), list(np.exp([1.0, -2.0, 1.0])))
-    near_only = replace(twice, repeat_last_n=1)
+    penalized = replace(PLAIN, repeat_penalty=2.0)
+    assert near(shares(penalized, (0, 1, 0), logits), list(np.exp([1.0, -2.0, 1.0])))
+    near_only = replace(penalized, repeat_last_n=1)
     assert near(shares(near_only, (0, 1), logits), list(np.exp([2.0, -2.0, 1.0])))
-    assert near(shares(replace(twice, repeat_last_n=0), (0,), logits), list(np.exp(logits)))
-    every = replace(twice, repeat_last_n=-1)
-    assert near(shares(every, (0,) + 99 * (1,), logits), list(np.exp([1.0, -2.0, 1.0])))
+    assert near(shares(replace(penalized, repeat_last_n=0), (0,), logits), list(np.exp(logits)))
+    whole_history = replace(penalized, repeat_last_n=-1)
+    assert near(shares(whole_history, (0,) + 99 * (1,), logits), list(np.exp([1.0, -2.0, 1.0])))
 
 
 def test_temperature_0_takes_the_likeliest_and_of_equals_the_lowest() -> None:

@@ -25,17 +25,17 @@ def samples_of(*lengths: int, vocabulary: int = 1000) -> Samples:
 
 def contents(batches: SampleBatches, epoch: int = 0) -> Counter[tuple[tuple[int, ...], ...]]:
     """All samples of an epoch, read back from the rows: ids, targets and weights by sequence."""
-    found: Counter[tuple[tuple[int, ...], ...]] = Counter()
+    sample_counts: Counter[tuple[tuple[int, ...], ...]] = Counter()
     for index in range(epoch * len(batches), (epoch + 1) * len(batches)):
         batch = batches[index]
         for r in range(batches.rows):
             for number in np.unique(batch["seq"][r]):
-                here = batch["seq"][r] == number
-                assert batch["pos"][r][here].tolist() == list(range(int(here.sum())))
-                if batch["weights"][r][here].any():
-                    read = (batch[name][r][here] for name in ("tokens", "targets", "weights"))
-                    found[tuple(tuple(values.tolist()) for values in read)] += 1
-    return found
+                mask = batch["seq"][r] == number
+                assert batch["pos"][r][mask].tolist() == list(range(int(mask.sum())))
+                if batch["weights"][r][mask].any():
+                    fields = (batch[name][r][mask] for name in ("tokens", "targets", "weights"))
+                    sample_counts[tuple(tuple(values.tolist()) for values in fields)] += 1
+    return sample_counts
 
 
 def wanted(samples: Samples) -> Counter[tuple[tuple[int, ...], ...]]:
@@ -58,14 +58,14 @@ def test_each_sample_is_there_once_an_epoch(pack: bool, shuffle: bool, rows: int
 @modes
 def test_an_index_says_everything(pack: bool):
     samples = samples_of(5, 1, 9, 3, 3, 10, 2, 7, 7, 1, 4)
-    given = {"seed": 5, "pack": pack}
-    straight = [SampleBatches(samples, 2, 12, **given)[i] for i in range(12)]
-    batches = SampleBatches(samples, 2, 12, **given)
+    options = {"seed": 5, "pack": pack}
+    expected = [SampleBatches(samples, 2, 12, **options)[i] for i in range(12)]
+    batches = SampleBatches(samples, 2, 12, **options)
     for i in (11, 0, 7, 3, 7):
-        assert models.same_bits(batches[i], straight[i])
+        assert models.same_bits(batches[i], expected[i])
     other = SampleBatches(samples, 2, 12, seed=6, pack=pack)
-    assert any(not models.same_bits(other[i], straight[i]) for i in range(len(other)))
-    epochs = [straight[i]["tokens"].tolist() for i in (0, len(batches))]
+    assert any(not models.same_bits(other[i], expected[i]) for i in range(len(other)))
+    epochs = [expected[i]["tokens"].tolist() for i in (0, len(batches))]
     assert epochs[0] != epochs[1]
 
 
@@ -119,7 +119,7 @@ def test_packed_and_unpacked_learn_the_same():
     """Loss and all gradients of an epoch, as sums over its targets."""
     config = Config(64, 32, 16, 2, 24, 4, 2)
     samples = samples_of(9, 3, 12, 4, 7, 16, 2, 5, vocabulary=config.vocab_size)
-    values, found = models.values(config), []
+    values, results = models.values(config), []
     for pack in (True, False):
         batches = SampleBatches(samples, 2, 16, pack=pack)
         run = models.bind(models.gradients(config, 2, 16), values)
@@ -128,8 +128,8 @@ def test_packed_and_unpacked_learn_the_same():
             for name, value in run(batches[i]).items():
                 if name != "losses":
                     sums[name] = sums.get(name, 0) + np.asarray(value, np.float64)
-        found.append((len(batches), sums))
-    (fewer, packed), (more, unpacked) = found
-    assert fewer < more and packed.keys() == unpacked.keys()
+        results.append((len(batches), sums))
+    (num_packed, packed), (num_unpacked, unpacked) = results
+    assert num_packed < num_unpacked and packed.keys() == unpacked.keys()
     for name, value in unpacked.items():
         assert models.apart(packed[name], value) <= 1e-5, name

@@ -177,19 +177,21 @@ def test_dry_finds_the_longest_repetition_in_any_text():
         text = rng.integers(0, 3, rng.integers(3, 30)).tolist()
         got = dry(made([1 / 3] * 3), text, {}, 0.5, 1.5, 2).logits - math.log(1 / 3)
         lengths = [repeated(text, id, len(text)) for id in range(3)]
-        want = [-0.5 * 1.5 ** (n - 2) if n >= 2 else 0.0 for n in lengths]
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+        expected = [-0.5 * 1.5 ** (n - 2) if n >= 2 else 0.0 for n in lengths]
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_dry_breakers_are_found_in_pieces_and_across_them():
     pieces = [b"a", b"x:y", b":", b"\nab", b"zU", b"SER"]
-    found = find_breakers([":", "USER"], pieces, lambda text: [5] if text == "SER" else [9])
-    assert found == {1: ((),), 2: ((),), 4: ((5,),)}
-    many = find_breakers([*"abcd", "e"], [b"abcd"] * 999, lambda text: [9])
-    assert len({*map(id, many.values())}) == 1  # equal values are one: a client may name many
+    breakers = find_breakers([":", "USER"], pieces, lambda text: [5] if text == "SER" else [9])
+    assert breakers == {1: ((),), 2: ((),), 4: ((5,),)}
+    large_table = find_breakers([*"abcd", "e"], [b"abcd"] * 999, lambda text: [9])
+    assert (
+        len({*map(id, large_table.values())}) == 1
+    )  # equal values are one: a client may name many
     text = [0, 1, 4, 5, 0, 1, 4, 5, 0, 1]  # `zU SER` ends what repeats: only 0 1 do
     even = made([*EVEN, 0.2])
-    assert (dry(even, text, found, 1.0, 2.0, 3).logits == even.logits).all()
+    assert (dry(even, text, breakers, 1.0, 2.0, 3).logits == even.logits).all()
     assert (dry(even, text, {}, 1.0, 2.0, 3).logits != even.logits).any()
 
 
@@ -223,8 +225,8 @@ def queue(steps: str, k: int, p: float, share: float) -> list[int]:
         if step == "k":
             ids = ids[:k]
         elif step == "p":
-            enough = np.flatnonzero(np.cumsum(ids) >= p * ids.sum())
-            ids = ids[: enough[0] + 1] if p < 1 else ids
+            cutoffs = np.flatnonzero(np.cumsum(ids) >= p * ids.sum())
+            ids = ids[: cutoffs[0] + 1] if p < 1 else ids
         else:
             ids = ids[ids >= share * ids[0]]
     return sorted(ids.tolist())
@@ -259,8 +261,8 @@ def test_mirostat_2_cuts_at_mu_and_learns():
 def test_mirostat_takes_as_many_as_a_zipf_law_says():
     s, mu, count = 1.5, 3.0, 1000
     weights = np.arange(1, count + 1.0) ** -s
-    over = s - 1
-    k = (over * 2**mu / (1 - count**-over)) ** (1 / s)
+    exponent = s - 1
+    k = (exponent * 2**mu / (1 - count**-exponent)) ** (1 / s)
     got = mirostat(made(weights), mu, count)
     assert got.ids.tolist() == list(range(int(k)))
 
@@ -294,8 +296,8 @@ def test_settings_out_of_range(given, line):
 
 
 def test_settings_may_be_numbers_of_numpy():
-    made = Sampling(top_k=np.int64(3), temp=np.float32(0.5), top_p=np.float64(1))
-    assert made == Sampling(top_k=3, temp=0.5, top_p=1.0) and type(made.top_k) is int
+    settings = Sampling(top_k=np.int64(3), temp=np.float32(0.5), top_p=np.float64(1))
+    assert settings == Sampling(top_k=3, temp=0.5, top_p=1.0) and type(settings.top_k) is int
 
 
 def test_biases():
@@ -327,17 +329,17 @@ def test_names_of_samplers():
 def test_defaults_are_llama_cpps():
     """common_params_sampling in common/common.h; tfs is 1, off, as it was until it was removed."""
     got = Sampling()
-    want = {
+    expected = {
         "temp": 0.8, "dynatemp_range": 0, "dynatemp_exp": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
         "top_n_sigma": -1, "typical": 1, "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_penalty": 1,
         "frequency_penalty": 0, "presence_penalty": 0, "repeat_last_n": 64, "dry_multiplier": 0, "dry_base": 1.75,
         "dry_allowed_length": 2, "dry_penalty_last_n": 64, "mirostat": 0, "mirostat_lr": 0.1, "mirostat_ent": 5,
         "logit_bias": (), "dry_sequence_breaker": (), "tfs": 1,
     }  # fmt: skip
-    assert {name: getattr(got, name) for name in want} == want
-    assert {*want, "samplers"} == set(Sampling.__dataclass_fields__)
+    assert {name: getattr(got, name) for name in expected} == expected
+    assert {*expected, "samplers"} == set(Sampling.__dataclass_fields__)
     assert got.breakers == ("\n", ":", '"', "*")
-    own = [
+    expected_order = [
         "penalties",
         "dry",
         "top_n_sigma",
@@ -348,7 +350,7 @@ def test_defaults_are_llama_cpps():
         "xtc",
         "temperature",
     ]
-    assert [name for name in got.order if name != "tfs_z"] == own
+    assert [name for name in got.order if name != "tfs_z"] == expected_order
     assert got.order == ORDER and ORDER.index("tfs_z") == ORDER.index("top_k") + 1
 
 
@@ -366,24 +368,26 @@ def by_hand(logits, recent, s: Sampling) -> np.ndarray:
         return {i: math.exp(x[i]) / total for i in ids}
 
     def until(ids, p, enough):
-        kept, total = [], 0.0
+        survivors, total = [], 0.0
         for i in ids:
-            kept.append(i)
+            survivors.append(i)
             total += p[i]
             if enough(total):
                 break
-        return kept
+        return survivors
 
     p = likely(first)
     h = -sum(v * math.log(v) for v in p.values())
-    near = sorted(first, key=lambda i: abs(-math.log(p[i]) - h))
-    kept = until(near, p, lambda t: t > s.typical)
-    p = likely(kept)
-    kept = until(sorted(kept, key=lambda i: -p[i]), p, lambda t: t >= s.top_p)
-    p = likely(kept)
-    kept = [i for i in kept if p[i] >= s.min_p * max(p.values())]
-    total = sum(math.exp(x[i] / s.temp) for i in kept)
-    return np.array([math.exp(x[i] / s.temp) / total if i in kept else 0.0 for i in range(len(x))])
+    typical_order = sorted(first, key=lambda i: abs(-math.log(p[i]) - h))
+    survivors = until(typical_order, p, lambda t: t > s.typical)
+    p = likely(survivors)
+    survivors = until(sorted(survivors, key=lambda i: -p[i]), p, lambda t: t >= s.top_p)
+    p = likely(survivors)
+    survivors = [i for i in survivors if p[i] >= s.min_p * max(p.values())]
+    total = sum(math.exp(x[i] / s.temp) for i in survivors)
+    return np.array(
+        [math.exp(x[i] / s.temp) / total if i in survivors else 0.0 for i in range(len(x))]
+    )
 
 
 def test_a_whole_chain_draws_what_the_formulas_say():
@@ -395,26 +399,26 @@ def test_a_whole_chain_draws_what_the_formulas_say():
             temp=temp, top_k=20, top_p=p, min_p=0.03, typical=0.9, repeat_penalty=1.2,
             frequency_penalty=0.1, presence_penalty=0.2, repeat_last_n=16,
         )  # fmt: skip
-        want = by_hand(logits, recent, s)
+        expected = by_hand(logits, recent, s)
         chain, seen = Chain(s, 11, recent), np.zeros(30)
         for index in range(count):
             chain.index = index
             seen[chain.choose(logits)] += 1
-        error = np.sqrt(want * (1 - want) / count)
-        assert (np.abs(seen / count - want) <= 4 * error).all()
+        error = np.sqrt(expected * (1 - expected) / count)
+        assert (np.abs(seen / count - expected) <= 4 * error).all()
 
 
 def test_a_copy_goes_its_own_way():
     logits = np.random.default_rng(0).standard_normal(50).astype(np.float32)
     chain = Chain(Sampling(mirostat=2, temp=1.0), 4, [1, 2])
     chain.accept(chain.choose(logits))
-    other = chain.copy()
+    clone = chain.copy()
     state = (chain.recent.copy(), chain.mu, chain.index)
     ids = []
     for _ in range(5):
-        ids.append(other.choose(logits))
-        other.accept(ids[-1])
-    assert (chain.recent, chain.mu, chain.index) == state != (other.recent, other.mu, other.index)
+        ids.append(clone.choose(logits))
+        clone.accept(ids[-1])
+    assert (chain.recent, chain.mu, chain.index) == state != (clone.recent, clone.mu, clone.index)
     for id in ids:
         assert chain.choose(logits) == id
         chain.accept(id)
@@ -448,11 +452,11 @@ def test_only_allowed_tokens_come():
     got = {Chain(wide, i, constraint=Few(1)).choose(logits) for i in range(50)}
     assert got == {3, 8}
     chain = Chain(wide, constraint=Few(2))
-    other = chain.copy()
+    clone = chain.copy()
     for _ in range(2):
         assert not chain.over
         chain.accept(chain.choose(logits))
-    assert chain.over and not other.over
+    assert chain.over and not clone.over
 
 
 def test_a_chain_without_temperature_or_limits_draws_from_all():

@@ -34,8 +34,8 @@ def after_steps(shape: StepShape) -> dict[str, np.ndarray]:
     """Losses and weights of three steps."""
     engine = Engine(make_plans(shape, AdamW()), AdamW())
     engine.session.set(values(CONFIG))
-    made = [batch(CONFIG, shape.rows, shape.time, at) for at in range(3)]
-    losses = [engine.step([one], at + 1, 1e-2).loss for at, one in enumerate(made)]
+    batches = [batch(CONFIG, shape.rows, shape.time, at) for at in range(3)]
+    losses = [engine.step([fed], at + 1, 1e-2).loss for at, fed in enumerate(batches)]
     return {"losses": np.array(losses)} | {n: engine.session.get(n) for n in values(CONFIG)}
 
 
@@ -57,12 +57,12 @@ def test_what_is_recomputed_changes_no_bit(other):
 
 
 def test_gradients_are_near_those_of_f32_and_not_the_same():
-    exact, rounded = (
+    f32_gradients, bf16_gradients = (
         bind(gradients(config, 2, 17), values(CONFIG))(batch(CONFIG, 2, 17))
         for config in (CONFIG, SAVED)
     )
-    off = {name: apart(rounded[name], exact[name]) for name in exact}
-    assert all(1e-5 < one < 3e-2 for one in off.values()), off
+    errors = {name: apart(bf16_gradients[name], f32_gradients[name]) for name in f32_gradients}
+    assert all(1e-5 < error < 3e-2 for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "phi3"])
@@ -72,12 +72,12 @@ def test_backward_reads_bf16_and_the_residual_stream(name):
     graph = build_graph(STEP, StepShape(config, 1, 16), AdamW()).graph
     backward = (call for call in graph.calls if call.phase == "backward")
     read = {t.base for call in backward for t in call.reads}
-    made = [t for t in read if t.call is not None and t.call.phase == "forward"]
-    wide = {t.call.op.name for t in made if t.call is not None and t.dtype != bf16}
-    assert wide.isdisjoint({"cast", "rms_norm", "rope", "swiglu", "geglu"})
+    activations = [t for t in read if t.call is not None and t.call.phase == "forward"]
+    f32_ops = {t.call.op.name for t in activations if t.call is not None and t.dtype != bf16}
+    assert f32_ops.isdisjoint({"cast", "rms_norm", "rope", "swiglu", "geglu"})
     width = config.embedding_length
-    assert all(t.shape[-1] == width for t in made if t.call and t.call.op.name == "matmul")
-    assert sum(t.dtype == bf16 for t in made) >= 5 * config.block_count
+    assert all(t.shape[-1] == width for t in activations if t.call and t.call.op.name == "matmul")
+    assert sum(t.dtype == bf16 for t in activations) >= 5 * config.block_count
 
 
 def test_a_plan_needs_fewer_bytes():
@@ -93,9 +93,15 @@ def test_a_search_recomputes_less_within_the_same_limit():
     """The type itself is chosen by the settings alone."""
     shape = replace(LARGE, rows=8)
     limit = int(Search(REQUEST).rough(in_bf16(shape)).nbytes * 1.05)
-    exact, rounded = (search(one, REQUEST.within(limit)) for one in (shape, in_bf16(shape)))
-    assert exact.fits and exact.shape.config.saved == "f32" and exact.shape.keep is not None
-    assert rounded.fits and rounded.shape == in_bf16(shape)
+    f32_answer, bf16_answer = (
+        search(candidate, REQUEST.within(limit)) for candidate in (shape, in_bf16(shape))
+    )
+    assert (
+        f32_answer.fits
+        and f32_answer.shape.config.saved == "f32"
+        and f32_answer.shape.keep is not None
+    )
+    assert bf16_answer.fits and bf16_answer.shape == in_bf16(shape)
 
 
 def test_evaluation_rounds_nothing():
@@ -122,18 +128,20 @@ def test_casts_have_the_bits_of_the_specification(size):
     x = input("x", (size,))
     stored = ops.cast(x, dtype=bf16)
     graph = Graph({"stored": stored, "back": ops.cast(stored)})
-    given = np.random.default_rng(0).integers(0, 2**32, size, np.uint32).view(np.float32)
-    given[: min(size, 6)] = [np.nan, np.inf, -np.inf, 3.4e38, 1e-45, -0.0][: min(size, 6)]
-    ours, spec = (run(graph, {"x": given}, (one,)) for one in (backends.cpu, backends.numpy))
-    assert same_bits(ours, spec)
-    back = ours["back"]
-    assert (np.isnan(back) == np.isnan(given)).all()
-    finite = np.isfinite(given) & (np.abs(given) < 3e38) & (np.abs(given) > 1e-37)
-    assert (np.abs(back[finite] - given[finite]) <= 2.0**-8 * np.abs(given[finite])).all()
+    values = np.random.default_rng(0).integers(0, 2**32, size, np.uint32).view(np.float32)
+    values[: min(size, 6)] = [np.nan, np.inf, -np.inf, 3.4e38, 1e-45, -0.0][: min(size, 6)]
+    cpu_output, spec = (
+        run(graph, {"x": values}, (backend,)) for backend in (backends.cpu, backends.numpy)
+    )
+    assert same_bits(cpu_output, spec)
+    restored = cpu_output["back"]
+    assert (np.isnan(restored) == np.isnan(values)).all()
+    finite = np.isfinite(values) & (np.abs(values) < 3e38) & (np.abs(values) > 1e-37)
+    assert (np.abs(restored[finite] - values[finite]) <= 2.0**-8 * np.abs(values[finite])).all()
     count = kernels.threads()
     kernels.set_threads(1)
     try:
-        assert same_bits(run(graph, {"x": given}, (backends.cpu,)), ours)
+        assert same_bits(run(graph, {"x": values}, (backends.cpu,)), cpu_output)
     finally:
         kernels.set_threads(count)
 

@@ -51,15 +51,20 @@ def test_ways_take_together_what_each_takes_alone(form):
 @pytest.mark.parametrize("form", FORMS[2:4])
 def test_a_few_ways_that_are_measured_do_as_well_as_all(form):
     """And nothing is found that is faster than what was known before anything was measured."""
-    known = fresh(form)
-    for budget in np.linspace(known.least().nbytes, known.plan(None).nbytes, 4).astype(int)[1:-1]:
-        few, every, nbytes = fresh(form), fresh(form), int(budget)
-        bound = few.bound(int(nbytes * (1 + SLACK)))
-        every.block.measure(every.block.ways)
-        found, best = few.within(nbytes), every.within(nbytes)
-        assert found is not None and best is not None
-        assert bound <= best.seconds * 1.001 and found.seconds <= best.seconds * 1.001
-        assert len(few.block._known) < len(every.block._known) / 2
+    baseline_chain = fresh(form)
+    for budget in np.linspace(
+        baseline_chain.least().nbytes, baseline_chain.plan(None).nbytes, 4
+    ).astype(int)[1:-1]:
+        partial_chain, exhaustive_chain, nbytes = fresh(form), fresh(form), int(budget)
+        bound = partial_chain.bound(int(nbytes * (1 + SLACK)))
+        exhaustive_chain.block.measure(exhaustive_chain.block.ways)
+        best_draft, exhaustive_draft = partial_chain.within(nbytes), exhaustive_chain.within(nbytes)
+        assert best_draft is not None and exhaustive_draft is not None
+        assert (
+            bound <= exhaustive_draft.seconds * 1.001
+            and best_draft.seconds <= exhaustive_draft.seconds * 1.001
+        )
+        assert len(partial_chain.block._known) < len(exhaustive_chain.block._known) / 2
 
 
 def test_a_bound_lets_nothing_be_built_that_is_too_slow():
@@ -72,12 +77,12 @@ def test_a_bound_lets_nothing_be_built_that_is_too_slow():
 
 @pytest.mark.parametrize("form", FORMS[:3])
 def test_without_a_limit_auto_recomputes_what_is_nearly_free(form):
-    form, looking = replace(form, rows=16), Search(REQUEST)
-    whole, free = looking.draft(form), looking.draft(looking.freely(form))
-    assert free.shape.keep is not None and free.nbytes < whole.nbytes * 0.99
-    assert whole.seconds < free.seconds <= whole.seconds * (1 + FREE)
+    form, search = replace(form, rows=16), Search(REQUEST)
+    full_draft, cheap_draft = search.draft(form), search.draft(search.freely(form))
+    assert cheap_draft.shape.keep is not None and cheap_draft.nbytes < full_draft.nbytes * 0.99
+    assert full_draft.seconds < cheap_draft.seconds <= full_draft.seconds * (1 + FREE)
     none = replace(REQUEST, recompute="none")
-    assert unlimited(form, none) == form and unlimited(form, REQUEST) == free.shape
+    assert unlimited(form, none) == form and unlimited(form, REQUEST) == cheap_draft.shape
 
 
 def test_what_takes_time_to_recompute_is_kept():
@@ -89,9 +94,13 @@ def test_what_takes_time_to_recompute_is_kept():
 def test_more_time_keeps_no_more():
     block = fresh(SHAPE).block
     places = set(block.read)
-    kept = [set(block.free(share * block.forward_seconds)) for share in (0, 0.01, 0.1, 0.5, 1)]
-    assert kept[0] == places and kept[-1] == set() < kept[2] < kept[0]
-    assert all(fewer <= more for more, fewer in pairwise(kept))
+    saved_places = [
+        set(block.free(share * block.forward_seconds)) for share in (0, 0.01, 0.1, 0.5, 1)
+    ]
+    assert (
+        saved_places[0] == places and saved_places[-1] == set() < saved_places[2] < saved_places[0]
+    )
+    assert all(smaller_set <= larger_set for larger_set, smaller_set in pairwise(saved_places))
 
 
 @pytest.mark.parametrize("form", FORMS[3:5])
@@ -111,29 +120,34 @@ def test_a_draft_of_blocks_that_go_back_twice_recomputes_them_twice(form, keep):
     drafted, planned = Search(REQUEST).draft(shape), make_plans(shape, REQUEST.optimizer)
     assert planned.nbytes <= drafted.nbytes <= planned.nbytes * 1.06
     assert drafted.seconds == pytest.approx(planned.seconds(REQUEST.rates), rel=0.02)
-    again, before = (
+    num_recomputed, num_once = (
         sum(
             call.phase == "recomputed" for call in make_plans(s, AdamW()).placed["step"].graph.calls
         )
         for s in (shape, once)
     )
     count = CONFIG.block_count
-    assert again == before * (count + form.twice) // count and (before > 0) == (keep is not None)
+    assert num_recomputed == num_once * (count + form.twice) // count and (num_once > 0) == (
+        keep is not None
+    )
 
 
 def test_between_one_pass_and_two_whole_ones_some_blocks_go_back_twice():
     """The more do, the longer it takes, and the fewer bytes; two whole passes take longer."""
-    one, *twice, whole = FORMS[0], *TWICE[:3], FORMS[3]
+    one_pass_form, *two_pass_forms, full_form = FORMS[0], *TWICE[:3], FORMS[3]
     search = Search(REQUEST)
-    seconds = [search.rough(form).seconds for form in (one, *twice, whole)]
-    assert all(less < more for less, more in pairwise(seconds))
-    again = [replace(form, keep=uniform(CONFIG.block_count, ())) for form in (one, *twice)]
-    drafts = [search.draft(form) for form in again]
-    assert all(less.nbytes > more.nbytes for less, more in pairwise(drafts))
-    found = [search.best(one, draft.nbytes) for draft in drafts]
-    for best, draft in zip(found, drafts, strict=True):
+    seconds = [search.rough(form).seconds for form in (one_pass_form, *two_pass_forms, full_form)]
+    assert all(left < right for left, right in pairwise(seconds))
+    recomputing_forms = [
+        replace(form, keep=uniform(CONFIG.block_count, ()))
+        for form in (one_pass_form, *two_pass_forms)
+    ]
+    drafts = [search.draft(form) for form in recomputing_forms]
+    assert all(left.nbytes > right.nbytes for left, right in pairwise(drafts))
+    best_drafts = [search.best(one_pass_form, draft.nbytes) for draft in drafts]
+    for best, draft in zip(best_drafts, drafts, strict=True):
         assert best.nbytes <= draft.nbytes and best.seconds <= draft.seconds
-    assert found[-1].shape.twice
+    assert best_drafts[-1].shape.twice
 
 
 @pytest.mark.parametrize("twice", [2, 4])
@@ -142,29 +156,29 @@ def test_what_goes_back_twice_is_kept_as_well_as_any_of_its_blocks_could_be(twic
     form = replace(SHAPE, twice=twice)
     blocks = Search(REQUEST).chain(form)
     read = blocks.block.read
-    kinds = [tuple((at, 0) for at in places) for places in (read, read[::2], ())]
+    kinds = [tuple((place, 0) for place in places) for places in (read, read[::2], ())]
     stream, count = (0,) * (CONFIG.block_count + 1), CONFIG.block_count
-    every = [
+    all_drafts = [
         blocks.plan(Choice(stream, (*first, *last)))
         for first in combinations_with_replacement(kinds, twice)
         for last in combinations_with_replacement(kinds, count - twice)
     ]
     for limit in np.linspace(blocks.least().nbytes, blocks.plan(None).nbytes, 6).astype(int)[1:]:
-        known = Search(REQUEST).chain(form)
-        found = known.within(int(limit))
-        best = min(one.seconds for one in every if one.nbytes <= limit)
-        assert found is not None and found.seconds <= best * 1.001
+        chain = Search(REQUEST).chain(form)
+        best_draft = chain.within(int(limit))
+        best = min(draft.seconds for draft in all_drafts if draft.nbytes <= limit)
+        assert best_draft is not None and best_draft.seconds <= best * 1.001
 
 
 def test_two_passes_take_at_least_what_one_takes_without_its_gradients():
-    looking = Search(REQUEST)
+    search = Search(REQUEST)
     for form in (*FORMS, *TWICE):
-        least = looking.least_of([form])
-        assert looking._at_least(form) <= least.nbytes
+        min_draft = search.least_of([form])
+        assert search._at_least(form) <= min_draft.nbytes
 
 
 def graphs_alive() -> int:
-    return sum(isinstance(one, Graph) for one in gc.get_objects())
+    return sum(isinstance(tracked, Graph) for tracked in gc.get_objects())
 
 
 def test_a_search_keeps_no_graph_but_the_last_short_one():
@@ -172,7 +186,7 @@ def test_a_search_keeps_no_graph_but_the_last_short_one():
     search, before = Search(REQUEST), graphs_alive()
     search.smallest(SHAPE)
     search.best(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
-    chains = {id(one.block): one for one in search._chains.values() if one.block.__dict__}
+    chains = {id(chain.block): chain for chain in search._chains.values() if chain.block.__dict__}
     gc.collect()
     assert len(chains) > 1 and graphs_alive() - before <= 1
 
@@ -197,12 +211,12 @@ def test_a_search_frees_each_graph_before_it_builds_the_next(monkeypatch):
 
 
 def test_a_search_afresh_knows_of_its_chains_what_short_ones_say_and_no_more():
-    asked = Search(REQUEST)
-    asked.best(SHAPE, int(0.7 * asked.rough(SHAPE).nbytes))
+    search = Search(REQUEST)
+    search.best(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
     for shape in (SHAPE, replace(SHAPE, chunk=16, twice=2)):
-        asked.chain(shape).plan(None)
-        asked.chain(shape).block.measure(asked.chain(shape).block.ways)
-        old, new = asked.chain(shape), asked.afresh().chain(shape)
+        search.chain(shape).plan(None)
+        search.chain(shape).block.measure(search.chain(shape).block.ways)
+        old, new = search.chain(shape), search.afresh().chain(shape)
         assert old.found and old.block._known and not new.found and not new.block._known
         assert new.block._middle is old.block._middle and new.head_work == old.head_work
         assert new.smallest == Search(REQUEST).chain(shape).smallest
@@ -210,8 +224,8 @@ def test_a_search_afresh_knows_of_its_chains_what_short_ones_say_and_no_more():
 
 def test_a_context_far_too_long_is_answered_with_one_that_fits():
     long = replace(SHAPE, config=replace(CONFIG, context_length=1 << 20), time=1 << 20)
-    least = Search(REQUEST).least_of([SHAPE]).nbytes
-    within = replace(REQUEST, limits={HOST: 2 * least})
-    said = Search(within).change(long)
+    min_nbytes = Search(REQUEST).least_of([SHAPE]).nbytes
+    limited_request = replace(REQUEST, limits={HOST: 2 * min_nbytes})
+    said = Search(limited_request).change(long)
     context = int(said.removeprefix("it would fit with --ctx "))
-    assert Search(REQUEST).least_of([replace(long, time=context)]).nbytes <= 2 * least
+    assert Search(REQUEST).least_of([replace(long, time=context)]).nbytes <= 2 * min_nbytes

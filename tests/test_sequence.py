@@ -66,11 +66,11 @@ def test_bytes_are_freed_at_barriers(sequence: list[int] | None, wanted: str) ->
 @pytest.mark.parametrize(("sequence", "wanted"), CHAINS)
 def test_the_allocator_that_knows_no_graphs_agrees(sequence: list[int] | None, wanted: str) -> None:
     """x is there before the first step, as one that a step of its own has made."""
-    made = {"x": "", "a": "x", "b": "a", "c": "b", "d": "ca"}
-    steps = [Use({name: ("host", 1)}, list(reads)) for name, reads in made.items()]
+    reads_by_name = {"x": "", "a": "x", "b": "a", "c": "b", "d": "ca"}
+    steps = [Use({name: ("host", 1)}, list(reads)) for name, reads in reads_by_name.items()]
     shifted = None if sequence is None else [0, *(i if i == B else i + 1 for i in sequence)]
-    found = follow(steps, {"host": Allocator()}, shifted)
-    assert "".join(str(found[name]) for name in made) == wanted
+    offsets = follow(steps, {"host": Allocator()}, shifted)
+    assert "".join(str(offsets[name]) for name in reads_by_name) == wanted
 
 
 def test_a_value_is_overwritten_only_if_nobody_reads_it_since_the_barrier() -> None:
@@ -79,7 +79,7 @@ def test_a_value_is_overwritten_only_if_nobody_reads_it_since_the_barrier() -> N
     b, y = product("b", a), pt.named("y", ops.exp(a))
     graph = pt.Graph({"z": product("z", b, y)})
     shared = ("a", "y")
-    for sequence, wanted in (
+    for sequence, is_shared in (
         (None, True),
         ([0, B, 1, 2, B, 3], False),
         ([0, B, 1, B, 2, 3], True),
@@ -89,7 +89,7 @@ def test_a_value_is_overwritten_only_if_nobody_reads_it_since_the_barrier() -> N
         placed = pt.place(graph, NUMPY, sequence)
         plan = pt.make_plan(placed)
         pt.verify(plan, placed)
-        assert (shared in [b.tensors for b in plan.buffers]) == wanted, sequence
+        assert (shared in [b.tensors for b in plan.buffers]) == is_shared, sequence
 
 
 def test_another_order_is_another_plan_of_the_same_bits() -> None:
@@ -99,13 +99,13 @@ def test_another_order_is_another_plan_of_the_same_bits() -> None:
     graph = pt.Graph({"s": product("s", product("p2", p), product("q2", q))})
     values = {"x": np.eye(4, dtype=np.float32), "w": np.full((4, 4), 0.5, np.float32)}
     assert [call.op.name for call in graph.calls] == ["matmul"] * 5
-    made = []
+    placed_plans = []
     for sequence in (None, [0, B, 2, B, 1, B, 3, B, 4], [1, 0, B, 3, 2, B, 4]):
         placed = pt.place(graph, NUMPY, sequence)
-        made.append((placed, pt.make_plan(placed)))
+        placed_plans.append((placed, pt.make_plan(placed)))
     with pytest.raises(pt.GraphError, match="plan it again"):
-        pt.verify(made[0][1], made[1][0])
-    results = [checks.execute(pt.Session().executor(*one), values)["s"] for one in made]
+        pt.verify(placed_plans[0][1], placed_plans[1][0])
+    results = [checks.execute(pt.Session().executor(*pair), values)["s"] for pair in placed_plans]
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
@@ -138,9 +138,12 @@ def test_a_leaf_is_read_before_it_is_written() -> None:
     graph = updated()
     names = [call.op.name for call in graph.calls]
     write, reader = names.index("set_rows"), names.index("sqr")
-    late = [i for i in range(len(names)) if i not in (reader, reader + 1)] + [reader, reader + 1]
+    late_order = [i for i in range(len(names)) if i not in (reader, reader + 1)] + [
+        reader,
+        reader + 1,
+    ]
     with pytest.raises(pt.GraphError, match=r"sqr: reads cache as it was before set_rows wrote it"):
-        pt.place(graph, NUMPY, late)
+        pt.place(graph, NUMPY, late_order)
     assert reader in needed_before(graph)[write]
     for order in orders(graph):
         assert order.index(reader) < order.index(write)
@@ -151,18 +154,18 @@ def test_the_verifier_knows_barriers() -> None:
     a = product("a", pt.input("x", (4, 4)))
     b, y = product("b", a), pt.named("y", ops.exp(a))
     graph = pt.Graph({"z": product("z", b, y)})
-    alone, beside = (pt.place(graph, NUMPY, s) for s in (None, [0, B, 1, 2, B, 3, B]))
-    plan = replace(pt.make_plan(alone), fingerprint=beside.fingerprint)
+    serial, concurrent = (pt.place(graph, NUMPY, s) for s in (None, [0, B, 1, 2, B, 3, B]))
+    plan = replace(pt.make_plan(serial), fingerprint=concurrent.fingerprint)
     with pytest.raises(
         pt.PlanError, match="step 2 exp and step 1 matmul share bytes, and no barrier"
     ):
-        pt.verify(plan, beside)
-    plan = pt.make_plan(beside)
-    early = replace(
+        pt.verify(plan, concurrent)
+    plan = pt.make_plan(concurrent)
+    truncated = replace(
         plan, buffers=tuple(replace(b, end=b.end - (b.name == "a")) for b in plan.buffers)
     )
     with pytest.raises(pt.PlanError, match=r"a: planned for steps \[0, 2\), used in \(0, 3\)"):
-        pt.verify(early, beside)
+        pt.verify(truncated, concurrent)
     graph = updated()
     calls = range(len(graph.calls))
     placed = pt.place(graph, NUMPY, list(calls))
@@ -199,16 +202,18 @@ def test_tensors_in_arenas_of_their_own() -> None:
 def test_nothing_is_overwritten_across_arenas() -> None:
     x = pt.input("x", (4, 4))
     placed = pt.place(pt.Graph({"z": pt.named("z", ops.exp(pt.named("y", ops.neg(x))))}), NUMPY)
-    one, two = pt.make_plan(placed), pt.make_plan(placed, arenas={"z": "results"})
-    assert [b.tensors for b in one.buffers] == [("x", "y", "z")]
-    assert [b.tensors for b in two.buffers] == [("x", "y"), ("z",)]
-    pt.verify(two, placed)
-    lost = replace(two, buffers=tuple(replace(b, arena="") for b in two.buffers))
+    shared_plan, split_plan = pt.make_plan(placed), pt.make_plan(placed, arenas={"z": "results"})
+    assert [b.tensors for b in shared_plan.buffers] == [("x", "y", "z")]
+    assert [b.tensors for b in split_plan.buffers] == [("x", "y"), ("z",)]
+    pt.verify(split_plan, placed)
+    without_arena = replace(
+        split_plan, buffers=tuple(replace(b, arena="") for b in split_plan.buffers)
+    )
     with pytest.raises(pt.PlanError, match="host: lower bound 64 at step 0, counted 128"):
-        pt.verify(lost, placed)
-    gone = replace(two, arenas=two.arenas[:1])
+        pt.verify(without_arena, placed)
+    missing_arena = replace(split_plan, arenas=split_plan.arenas[:1])
     with pytest.raises(pt.PlanError, match="z: the plan has no arena results on host"):
-        pt.verify(gone, placed)
+        pt.verify(missing_arena, placed)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -245,17 +250,17 @@ class Counting(Host):
 
 
 def counting(space: str) -> Counting:
-    made = Counting("numpy", space)
-    object.__setattr__(made, "asked", [])
-    return made
+    backend = Counting("numpy", space)
+    object.__setattr__(backend, "asked", [])
+    return backend
 
 
 def leaves() -> tuple[pt.Graph, pt.Graph]:
     """Graphs that share the weight u (100 bytes) and have v (36 bytes) and a state (4 bytes) each for itself."""
     u, v = pt.weight("u", (5, 5)), pt.weight("v", (3, 3))
     n, shared = pt.state("n", (1,)), pt.weight("shared", (5,))
-    one = pt.Graph({"y": ops.add(ops.sum(ops.mul(u, shared)), ops.sum(v))})
-    return one, pt.Graph({"z": ops.add(ops.sum(u), ops.sum(n))})
+    first_graph = pt.Graph({"y": ops.add(ops.sum(ops.mul(u, shared)), ops.sum(v))})
+    return first_graph, pt.Graph({"z": ops.add(ops.sum(u), ops.sum(n))})
 
 
 def test_all_leaves_of_a_model_are_in_one_buffer() -> None:
@@ -308,12 +313,15 @@ def test_a_plan_of_training_counts_what_is_allocated() -> None:
 def test_the_least_order_needs_no_more_and_changes_no_bit(seed: int) -> None:
     case = random_case(seed)
     sequence = pt.least_order(case.graph)
-    written, least = pt.place(case.graph), pt.place(case.graph, sequence=sequence)
-    plan, other = pt.make_plan(written), pt.make_plan(least)
-    pt.verify(other, least)
+    written, min_placed = pt.place(case.graph), pt.place(case.graph, sequence=sequence)
+    plan, other = pt.make_plan(written), pt.make_plan(min_placed)
+    pt.verify(other, min_placed)
     assert other.arena().nbytes <= plan.arena().nbytes
-    got, want = (plan_checks.bits(case, p, made) for p, made in ((least, other), (written, plan)))
-    checks.same_bits(got, want, f"seed {seed}")
+    got, expected = (
+        plan_checks.bits(case, p, memory_plan)
+        for p, memory_plan in ((min_placed, other), (written, plan))
+    )
+    checks.same_bits(got, expected, f"seed {seed}")
 
 
 def wide(count: int) -> pt.Graph:
@@ -330,10 +338,10 @@ def test_branches_are_joined_as_soon_as_they_are_there() -> None:
     """Written: x and 8 branches and the last a. Depth-first: x, the total, a branch and the next total."""
     graph = wide(8)
     written = pt.place(graph, NUMPY)
-    least = pt.place(graph, NUMPY, pt.least_order(graph, NUMPY))
+    min_placed = pt.place(graph, NUMPY, pt.least_order(graph, NUMPY))
     assert pt.make_plan(written).arena().nbytes == 9 * UNIT
-    assert pt.make_plan(least).arena().nbytes == 4 * UNIT
-    assert least.barriers is None
+    assert pt.make_plan(min_placed).arena().nbytes == 4 * UNIT
+    assert min_placed.barriers is None
 
 
 def test_where_nothing_is_gained_the_order_stays_as_written() -> None:
@@ -353,6 +361,6 @@ def test_the_larger_part_comes_first() -> None:
     big = product("big", pt.input("x", (4, 4)), pt.weight("up", (32, 4)))  # 8 units
     y = product("y", small, product("narrow", big, pt.weight("down", (4, 32))))
     graph = pt.Graph({"y": y})
-    written, least = (pt.place(graph, NUMPY, s) for s in (None, pt.least_order(graph, NUMPY)))
+    written, min_placed = (pt.place(graph, NUMPY, s) for s in (None, pt.least_order(graph, NUMPY)))
     assert pt.make_plan(written).arena().nbytes == 10 * UNIT  # big beside small and x, or narrow
-    assert pt.make_plan(least).arena().nbytes == 9 * UNIT
+    assert pt.make_plan(min_placed).arena().nbytes == 9 * UNIT

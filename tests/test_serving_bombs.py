@@ -78,9 +78,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
     flags = ["--ctx", "512", "--memory", f"{MEMORY >> 20}MiB", "--embeddings", "--chat-template"]
     flags += [str(folder / "t.jinja"), "--lora", str(folder / "a.gguf")]
     with serve(folder / "m.gguf", *flags) as served:
-        made = Hostile(served, folder)
-        yield made
-        made.done.set()
+        hostile = Hostile(served, folder)
+        yield hostile
+        hostile.done.set()
 
 
 @pytest.fixture
@@ -90,24 +90,29 @@ def server(started: Hostile) -> Iterator[Hostile]:
 
 
 def asks(path: str, *more: dict[str, Any]) -> list[Ask]:
-    return [Ask("POST", path, json.dumps(BODY | one).encode()) for one in more]
+    return [Ask("POST", path, json.dumps(BODY | fields).encode()) for fields in more]
 
 
 @pytest.mark.grammar
 def test_grammars_and_schemas_that_grow(server: Hostile) -> None:
     """Each is used or refused, and eight at once need no more memory than was planned."""
-    each(server, asks("/completion", *({"grammar": one} for one in GRAMMARS)))
-    each(server, asks("/completion", *({"json_schema": one} for one in SCHEMAS)))
+    each(server, asks("/completion", *({"grammar": spec} for spec in GRAMMARS)))
+    each(server, asks("/completion", *({"json_schema": spec} for spec in SCHEMAS)))
     tool = {"type": "function", "function": {"name": "f"}}
-    tools = [{"tools": [tool | {"function": {"name": "f", "parameters": one}}]} for one in SCHEMAS]
+    tools = [
+        {"tools": [tool | {"function": {"name": "f", "parameters": spec}}]} for spec in SCHEMAS
+    ]
     each(server, asks("/v1/chat/completions", *tools))
 
 
 def test_much_of_everything(server: Hostile) -> None:
     each(server, [*asks("/completion", *MUCH), *asks("/v1/chat/completions", *MUCH)])
-    others = [asks(path, *(one for one in MUCH if field in one)) for path, field in OTHERS.items()]
-    assert all(others)
-    each(server, [ask for some in others for ask in some])
+    request_groups = [
+        asks(path, *(fields for fields in MUCH if field in fields))
+        for path, field in OTHERS.items()
+    ]
+    assert all(request_groups)
+    each(server, [ask for group in request_groups for ask in group])
 
 
 def test_large_requests_that_are_held_back(server: Hostile) -> None:
@@ -140,14 +145,14 @@ def test_a_request_that_is_much_too_large_is_told_so(server: Hostile) -> None:
 def test_slow_writers_keep_nobody_out(server: Hostile) -> None:
     slow = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(60)]
     body = json.dumps(BODY).encode()
-    whole = head(len(body)) + body
+    request_bytes = head(len(body)) + body
     for at in range(0, 60, 2):
         for sock in slow:
-            sock.sendall(whole[at : at + 2])
+            sock.sendall(request_bytes[at : at + 2])
         if at % 20 == 0:
             assert server.good() == server.before
     for sock in slow:
-        sock.sendall(whole[60:])
+        sock.sendall(request_bytes[60:])
     for sock in slow:
         assert sock.recv(12) == b"HTTP/1.1 200"
         sock.close()

@@ -28,30 +28,30 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 def test_models_are_listed_and_found_by_name(api):
-    (one,) = api.client.models.list().data
-    assert one.id == "m.gguf" and one.object == "model"
+    (model,) = api.client.models.list().data
+    assert model.id == "m.gguf" and model.object == "model"
     assert api.client.models.retrieve("m.gguf").id == "m.gguf"
     with pytest.raises(openai.NotFoundError):
         api.client.models.retrieve("none-such")
 
 
 def test_a_stream_put_together_is_the_whole_answer(api):
-    whole = api.chat()
+    completion = api.chat()
     chunks = list(api.chat(stream=True, stream_options={"include_usage": True}))
     *parts, last, counts = chunks
     assert parts[0].choices[0].delta.role == "assistant"
     text = "".join(part.choices[0].delta.content or "" for part in parts)
-    assert text == whole.choices[0].message.content and text
-    assert last.choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert text == completion.choices[0].message.content and text
+    assert last.choices[0].finish_reason == completion.choices[0].finish_reason == "length"
     assert counts.choices == [] and counts.usage.completion_tokens == 8
-    assert counts.usage.total_tokens == whole.usage.total_tokens
+    assert counts.usage.total_tokens == completion.usage.total_tokens
     assert all(part.usage is None for part in (*parts, last))
     assert all(part.choices for part in api.chat(stream=True))
 
 
 def test_streams_at_once_are_each_what_they_are_alone(api):
     words = [[{"role": "user", "content": f"the {letter}"}] for letter in "abcdef"]
-    want = [api.chat(messages).choices[0].message.content for messages in words]
+    expected = [api.chat(messages).choices[0].message.content for messages in words]
 
     async def text(client: Any, messages: Any) -> str:
         stream = await client.chat.completions.create(
@@ -63,7 +63,7 @@ def test_streams_at_once_are_each_what_they_are_alone(api):
         async with openai.AsyncOpenAI(base_url=f"{api.address}/v1", api_key="any") as client:
             return await asyncio.gather(*(text(client, messages) for messages in words))
 
-    assert asyncio.run(every()) == want
+    assert asyncio.run(every()) == expected
 
 
 def test_a_stream_that_is_closed_frees_its_slot(api):
@@ -71,21 +71,27 @@ def test_a_stream_that_is_closed_frees_its_slot(api):
         texts = (part.choices[0].delta.content for part in stream)
         assert next(text for text in texts if text)
         assert any(slot.writing for slot in api.server.engine.slots)
-    written = api.server.engine.totals.written
+    written_before = api.server.engine.totals.written
     assert api.idle()
-    assert api.server.engine.totals.written - written < 30
+    assert api.server.engine.totals.written - written_before < 30
 
 
 def test_what_a_chat_may_say(api):
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " a"}]
     text = api.chat().choices[0].message.content
     assert api.chat([{"role": "user", "content": parts}]).choices[0].message.content == text
-    begun = {"role": "assistant", "content": None, "refusal": "no"}  # as the client repeats one
-    api.chat([*ASK, begun, *ASK], max_tokens=1)
-    other = api.chat([{"role": "developer", "content": "e"}, *ASK], max_tokens=1)
-    assert other.usage.prompt_tokens > api.chat(max_tokens=1).usage.prompt_tokens
-    more = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me"}
-    answer = api.chat(**more, reasoning_effort="low", extra_body={"no_such_field": {"x": [1]}})
+    partial_answer = {
+        "role": "assistant",
+        "content": None,
+        "refusal": "no",
+    }  # as the client repeats one
+    api.chat([*ASK, partial_answer, *ASK], max_tokens=1)
+    developer_answer = api.chat([{"role": "developer", "content": "e"}, *ASK], max_tokens=1)
+    assert developer_answer.usage.prompt_tokens > api.chat(max_tokens=1).usage.prompt_tokens
+    extra_fields = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me"}
+    answer = api.chat(
+        **extra_fields, reasoning_effort="low", extra_body={"no_such_field": {"x": [1]}}
+    )
     assert answer.choices[0].message.content == text
 
 
@@ -106,8 +112,10 @@ def test_variables_of_the_chat_template(api, monkeypatch):
     assert prompt(reasoning_effort="low") == "yes low"
     assert prompt(reasoning_effort="none") == "False"
     counts = [
-        api.chat(max_tokens=1, extra_body={"chat_template_kwargs": given}).usage.prompt_tokens
-        for given in ({}, {"reasoning_effort": "e" * 20})
+        api.chat(
+            max_tokens=1, extra_body={"chat_template_kwargs": template_kwargs}
+        ).usage.prompt_tokens
+        for template_kwargs in ({}, {"reasoning_effort": "e" * 20})
     ]
     assert counts[1] == counts[0] + 20
     with pytest.raises(openai.BadRequestError, match="chat_template_kwargs must be a JSON object"):
@@ -123,11 +131,11 @@ def test_lengths(api):
 def test_stop_texts_end_an_answer_before_them(api):
     text = api.chat(max_tokens=30).choices[0].message.content
     stop = text[5:7]
-    for asked in (stop, ["no such text", stop]):
-        (choice,) = api.chat(max_tokens=30, stop=asked).choices
+    for stop_option in (stop, ["no such text", stop]):
+        (choice,) = api.chat(max_tokens=30, stop=stop_option).choices
         assert choice.finish_reason == "stop"
         assert choice.message.content == text[: text.index(stop)]
-        parts = [part.choices[0] for part in api.chat(max_tokens=30, stop=asked, stream=True)]
+        parts = [part.choices[0] for part in api.chat(max_tokens=30, stop=stop_option, stream=True)]
         assert "".join(p.delta.content or "" for p in parts) == text[: text.index(stop)]
         assert parts[-1].finish_reason == "stop"
 
@@ -144,11 +152,16 @@ def test_probabilities_of_chosen_and_likely_tokens(api):
     text = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
     assert text.decode(errors="replace") == choice.message.content
     parts = list(api.chat(logprobs=True, top_logprobs=5, stream=True))
-    told = [one for part in parts if (found := part.choices[0].logprobs) for one in found.content]
-    assert [one.token for one in told] == [one.token for one in choice.logprobs.content]
-    alone = api.chat(logprobs=True).choices[0].logprobs.content
-    assert [one.top_logprobs for one in alone] == [[]] * 8
-    assert alone[0].logprob == pytest.approx(choice.logprobs.content[0].logprob, abs=1e-4)
+    streamed = [
+        entry
+        for part in parts
+        if (logprobs := part.choices[0].logprobs)
+        for entry in logprobs.content
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in choice.logprobs.content]
+    chosen_only = api.chat(logprobs=True).choices[0].logprobs.content
+    assert [entry.top_logprobs for entry in chosen_only] == [[]] * 8
+    assert chosen_only[0].logprob == pytest.approx(choice.logprobs.content[0].logprob, abs=1e-4)
     assert api.chat().choices[0].logprobs is None
 
 
@@ -158,8 +171,8 @@ def test_several_answers_and_seeds(api):
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({*texts}) == 3 and answer.usage.completion_tokens == 24
     assert answer.usage.prompt_tokens == api.chat().usage.prompt_tokens
-    again = api.chat(n=3, temperature=1.5, seed=7)
-    assert [choice.message.content for choice in again.choices] == texts
+    repeated = api.chat(n=3, temperature=1.5, seed=7)
+    assert [choice.message.content for choice in repeated.choices] == texts
     assert api.chat(temperature=1.5, seed=7).choices[0].message.content == texts[0]
     streamed = ["", "", ""]
     for part in api.chat(n=3, temperature=1.5, seed=7, stream=True):
@@ -170,15 +183,17 @@ def test_several_answers_and_seeds(api):
 def test_settings_change_what_comes(api):
     def ids(**how: Any) -> list[int]:
         content = api.chat(max_tokens=40, logprobs=True, **how).choices[0].logprobs.content
-        return [one.id for one in content]
+        return [entry.id for entry in content]
 
-    plain = ids()
-    assert len({*plain}) < 40 == len({*ids(presence_penalty=2.0, frequency_penalty=2.0)})
-    assert plain[0] not in ids(logit_bias={plain[0]: -100})
+    baseline = ids()
+    assert len({*baseline}) < 40 == len({*ids(presence_penalty=2.0, frequency_penalty=2.0)})
+    assert baseline[0] not in ids(logit_bias={baseline[0]: -100})
     e = api.server.tokenizer.tokens.index(b"e")
     assert ids(logit_bias={str(e): 100}) == [e] * 40
     assert (
-        ids(temperature=1.0, top_p=1e-6) == ids(temperature=1.0, extra_body={"top_k": 1}) == plain
+        ids(temperature=1.0, top_p=1e-6)
+        == ids(temperature=1.0, extra_body={"top_k": 1})
+        == baseline
     )
 
 
@@ -223,18 +238,18 @@ def test_images_are_refused(api):
 def test_a_prompt_that_is_too_long(api, stream):
     with pytest.raises(openai.BadRequestError) as refused:
         api.chat([{"role": "user", "content": "e a " * 2000}], stream=stream)
-    fault, most = refused.value.body, api.server.engine.limit
+    fault, max_tokens = refused.value.body, api.server.engine.limit
     assert fault["type"] == "exceed_context_size_error" and fault["code"] == 400
-    assert fault["n_ctx"] == most < fault["n_prompt_tokens"]
+    assert fault["n_ctx"] == max_tokens < fault["n_prompt_tokens"]
 
 
 def test_what_there_is_not(api):
-    asked = [
+    requests = [
         lambda: api.client.moderations.create(input="a"),
         lambda: api.client.images.generate(prompt="a"),
         lambda: api.client.get("/nothing", cast_to=object),
     ]
-    for ask in asked:
+    for ask in requests:
         with pytest.raises(openai.NotFoundError) as refused:
             ask()
         assert refused.value.type == "not_found_error"
@@ -260,13 +275,13 @@ def test_a_fault_in_the_middle_of_an_answer(api, monkeypatch):
     real = slots.chain_of
 
     def chain_of(*given: Any) -> Any:
-        chain, left = real(*given), [None] * 3
+        chain, remaining = real(*given), [None] * 3
         choose = chain.choose
 
         def fails(row: Any) -> int:
-            if not left:
+            if not remaining:
                 raise InputError("grammar: nothing can come")
-            left.pop()
+            remaining.pop()
             return choose(row)
 
         monkeypatch.setattr(chain, "choose", fails)
@@ -275,34 +290,34 @@ def test_a_fault_in_the_middle_of_an_answer(api, monkeypatch):
     monkeypatch.setattr(slots, "chain_of", chain_of)
     with pytest.raises(openai.BadRequestError, match="nothing can come"):
         api.chat()
-    came = []
+    received = []
     with pytest.raises(openai.APIError, match="nothing can come"):
-        came += api.chat(stream=True)
+        received += api.chat(stream=True)
     with pytest.raises(openai.APIError, match="nothing can come"):
         for part in api.chat(stream=True):
-            came.append(part.choices[0].delta.content)
-    assert any(came) and api.idle()
+            received.append(part.choices[0].delta.content)
+    assert any(received) and api.idle()
 
 
 def test_an_answer_that_takes_too_long_is_ended(api, monkeypatch):
     monkeypatch.setattr(api.server, "limits", Limits(seconds=0.3))
-    asked = {"max_tokens": None, "extra_body": {"ignore_eos": True}}
+    options = {"max_tokens": None, "extra_body": {"ignore_eos": True}}
     with pytest.raises(openai.InternalServerError, match=r"more than 0\.3 s"):
-        api.chat(**asked)
-    came = []
+        api.chat(**options)
+    received = []
     with pytest.raises(openai.APIError, match=r"more than 0\.3 s"):
-        for part in api.chat(**asked, stream=True):
-            came.append(part.choices[0].delta.content)
-    assert any(came) and api.idle()
+        for part in api.chat(**options, stream=True):
+            received.append(part.choices[0].delta.content)
+    assert any(received) and api.idle()
 
 
 def test_a_task_that_is_cancelled_frees_the_slot(api):
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=f"{api.address}/v1", api_key="any") as client:
-            how = {"model": "m", "messages": ASK, "extra_body": {"ignore_eos": True}}
+            options = {"model": "m", "messages": ASK, "extra_body": {"ignore_eos": True}}
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(client.chat.completions.create(**how), 0.3)
-            async with await client.chat.completions.create(**how, stream=True) as stream:
+                await asyncio.wait_for(client.chat.completions.create(**options), 0.3)
+            async with await client.chat.completions.create(**options, stream=True) as stream:
                 async for part in stream:
                     if part.choices[0].delta.content:
                         break
@@ -312,11 +327,11 @@ def test_a_task_that_is_cancelled_frees_the_slot(api):
 
 
 def test_who_waits_no_longer_frees_the_slot(api):
-    want = api.chat().choices[0].message.content
+    expected = api.chat().choices[0].message.content
     with connected(api.address, timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
         hasty.chat.completions.create(model="m", messages=ASK, extra_body={"ignore_eos": True})
     assert api.idle()
-    assert api.chat().choices[0].message.content == want
+    assert api.chat().choices[0].message.content == expected
 
 
 def test_half_a_surrogate_pair_is_named() -> None:

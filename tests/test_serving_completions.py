@@ -21,8 +21,8 @@ def test_completions_of_each_kind_of_prompt(api):
     both = api.write(prompt=["the", "a"], n=2)
     assert [choice.text for choice in both.choices] == [the, the, a, a]
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    alone = [api.write(prompt=text).usage.prompt_tokens for text in ("the", "a")]
-    assert both.usage.prompt_tokens == sum(alone) and both.usage.completion_tokens == 32
+    prompt_counts = [api.write(prompt=text).usage.prompt_tokens for text in ("the", "a")]
+    assert both.usage.prompt_tokens == sum(prompt_counts) and both.usage.completion_tokens == 32
     ids = api.server.tokenizer.encode("the", eos=False)
     assert api.write(prompt=ids).choices[0].text == the
     pair = api.write(prompt=[ids, api.server.tokenizer.encode("a", eos=False)])
@@ -31,7 +31,7 @@ def test_completions_of_each_kind_of_prompt(api):
 
 
 def test_completions_streamed(api):
-    whole = api.write(prompt=["the", "a"])
+    full_completion = api.write(prompt=["the", "a"])
     texts, reasons = ["", ""], ["", ""]
     *parts, counts = api.write(
         prompt=["the", "a"], stream=True, stream_options={"include_usage": True}
@@ -40,8 +40,12 @@ def test_completions_streamed(api):
         choice = part.choices[0]
         texts[choice.index] += choice.text
         reasons[choice.index] += choice.finish_reason or ""
-    assert texts == [choice.text for choice in whole.choices] and reasons == ["length"] * 2
-    assert counts.choices == [] and counts.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert (
+        texts == [choice.text for choice in full_completion.choices] and reasons == ["length"] * 2
+    )
+    assert (
+        counts.choices == [] and counts.usage.prompt_tokens == full_completion.usage.prompt_tokens
+    )
     assert counts.usage.completion_tokens == 16
 
 
@@ -56,47 +60,61 @@ def test_completions_repeat_the_prompt_if_they_are_asked(api):
 def test_completions_with_probabilities(api):
     """Tokens that are no text have names as in OpenAI's API, so that none is lost; offsets go on in a stream."""
     choice = api.write(logprobs=4).choices[0]
-    told = choice.logprobs
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == 8
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 8
     for token, logprob, top in zip(
-        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
         assert len(top) == 4 and top[token] == logprob == max(top.values())
         assert sum(map(math.exp, top.values())) <= 1
-    assert any(re.fullmatch(r"(bytes:)(\\x[0-9a-f]{2})+", token) for token in told.tokens)
-    pairs = [*zip(told.tokens, told.text_offset, strict=True)]
-    plain = [(token, at) for token, at in pairs if not token.startswith("bytes:")]
-    assert plain and all(choice.text[at:].startswith(token) for token, at in plain)
+    assert any(re.fullmatch(r"(bytes:)(\\x[0-9a-f]{2})+", token) for token in logprobs.tokens)
+    pairs = [*zip(logprobs.tokens, logprobs.text_offset, strict=True)]
+    text_tokens = [(token, offset) for token, offset in pairs if not token.startswith("bytes:")]
+    assert text_tokens and all(
+        choice.text[offset:].startswith(token) for token, offset in text_tokens
+    )
     streamed = [part.choices[0].logprobs for part in api.write(logprobs=4, stream=True)]
-    assert [at for one in streamed if one for at in one.text_offset] == told.text_offset
+    assert [
+        offset
+        for chunk_logprobs in streamed
+        if chunk_logprobs
+        for offset in chunk_logprobs.text_offset
+    ] == logprobs.text_offset
     none = api.write(logprobs=0).choices[0].logprobs
-    assert none.token_logprobs == pytest.approx(told.token_logprobs, abs=1e-4)
+    assert none.token_logprobs == pytest.approx(logprobs.token_logprobs, abs=1e-4)
     assert none.top_logprobs == [{}] * 8
     assert api.write().choices[0].logprobs is None
 
 
 def test_what_completions_do_not_do_is_refused(api):
     api.write(suffix="", best_of=1, max_tokens=1)
-    for more in ({"suffix": "end"}, {"best_of": 2}, {"echo": True, "logprobs": 1}):
+    for unsupported_options in ({"suffix": "end"}, {"best_of": 2}, {"echo": True, "logprobs": 1}):
         with pytest.raises(openai.BadRequestError, match="is not supported"):
-            api.write(**more)
+            api.write(**unsupported_options)
 
 
 def test_embeddings_as_numbers_and_packed(api):
     """The client asks for base64 by default."""
     packed = api.client.embeddings.create(model="m", input=["the a", "e"])
-    plain = api.client.embeddings.create(model="m", input=["the a", "e"], encoding_format="float")
-    assert [one.index for one in packed.data] == [0, 1]
-    for one, other in zip(packed.data, plain.data, strict=True):
-        assert one.embedding == pytest.approx(other.embedding, abs=1e-7)
-        assert sum(x * x for x in one.embedding) == pytest.approx(1, abs=1e-5)
+    float_response = api.client.embeddings.create(
+        model="m", input=["the a", "e"], encoding_format="float"
+    )
+    assert [decoded.index for decoded in packed.data] == [0, 1]
+    for decoded, expected in zip(packed.data, float_response.data, strict=True):
+        assert decoded.embedding == pytest.approx(expected.embedding, abs=1e-7)
+        assert sum(x * x for x in decoded.embedding) == pytest.approx(1, abs=1e-5)
     assert packed.data[0].embedding != packed.data[1].embedding
-    alone = api.client.embeddings.create(model="m", input="the a")
-    assert alone.data[0].embedding == pytest.approx(packed.data[0].embedding, abs=1e-6)
+    single_response = api.client.embeddings.create(model="m", input="the a")
+    assert single_response.data[0].embedding == pytest.approx(packed.data[0].embedding, abs=1e-6)
     ids = api.server.tokenizer.encode("the a", eos=False)
     counted = api.client.embeddings.create(model="m", input=[ids, ids])
-    assert counted.data[1].embedding == pytest.approx(alone.data[0].embedding, abs=1e-6)
-    assert 0 < alone.usage.prompt_tokens == alone.usage.total_tokens < packed.usage.prompt_tokens
+    assert counted.data[1].embedding == pytest.approx(single_response.data[0].embedding, abs=1e-6)
+    assert (
+        0
+        < single_response.usage.prompt_tokens
+        == single_response.usage.total_tokens
+        < packed.usage.prompt_tokens
+    )
     with pytest.raises(openai.BadRequestError, match="dimensions"):
         api.client.embeddings.create(model="m", input="the", dimensions=16)
     with pytest.raises(openai.BadRequestError) as refused:

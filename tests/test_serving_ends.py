@@ -47,8 +47,8 @@ class Life:
         end, self.port = time.monotonic() + READY, 0
         while not self.port:
             assert self.process.poll() is None and time.monotonic() < end, self.said
-            found = re.search(r"listening on http://[^ ]*:(\d+)", self.said)
-            self.port = int(found[1]) if found else 0
+            match = re.search(r"listening on http://[^ ]*:(\d+)", self.said)
+            self.port = int(match[1]) if match else 0
             time.sleep(0.02)
 
     @property
@@ -69,9 +69,9 @@ class Life:
 
     def told(self, path: str, body: Any) -> Any:
         answer = self.asked(path, body)
-        found = json.loads(answer.read())
-        assert answer.status == 200, found
-        return found
+        response = json.loads(answer.read())
+        assert answer.status == 200, response
+        return response
 
     def close(self) -> None:
         self.process.kill()
@@ -115,20 +115,20 @@ def save_in_turns(life: Life) -> None:
 def test_a_kill_while_a_slot_is_saved_leaves_the_old_file_or_the_new_one(
     model: Path, tmp_path: Path
 ) -> None:
-    kills, seen, left = 0, set[int](), 0
-    how = 0, "--slot-save-path", str(tmp_path)
-    with living(model, *how) as life:
+    kills, seen, num_partial = 0, set[int](), 0
+    flags = 0, "--slot-save-path", str(tmp_path)
+    with living(model, *flags) as life:
         for slot in (0, 1):
             fill(life, slot)
             saved(life, slot, f"{slot}.bin")
         saved(life, 0, "s.bin")
-    want = [(tmp_path / f"{slot}.bin").read_bytes() for slot in (0, 1)]
-    while left < WITHIN and kills < KILLS:
-        with living(model, *how) as life:
+    slot_files = [(tmp_path / f"{slot}.bin").read_bytes() for slot in (0, 1)]
+    while num_partial < WITHIN and kills < KILLS:
+        with living(model, *flags) as life:
             assert not [*tmp_path.glob(".*")]  # what the last one left is removed
-            slot = want.index((tmp_path / "s.bin").read_bytes())
-            again = life.told(f"/slots/{slot}?action=restore", {"filename": "s.bin"})
-            assert again["n_restored"] == 1001 + 900 * slot
+            slot = slot_files.index((tmp_path / "s.bin").read_bytes())
+            restored = life.told(f"/slots/{slot}?action=restore", {"filename": "s.bin"})
+            assert restored["n_restored"] == 1001 + 900 * slot
             fill(life, 1 - slot)
             saved(life, 1 - slot, "s.bin")
             thread = threading.Thread(target=save_in_turns, args=(life,))
@@ -138,10 +138,10 @@ def test_a_kill_while_a_slot_is_saved_leaves_the_old_file_or_the_new_one(
                 assert time.monotonic() < end, life.said
             life.process.send_signal(signal.SIGKILL)
             thread.join()
-        seen.add(want.index((tmp_path / "s.bin").read_bytes()))
-        kills, left = kills + 1, left + bool([*tmp_path.glob(".*.part")])
-    assert seen == {0, 1} and left == WITHIN, (
-        f"{left} of {kills} kills came while a file was written"
+        seen.add(slot_files.index((tmp_path / "s.bin").read_bytes()))
+        kills, num_partial = kills + 1, num_partial + bool([*tmp_path.glob(".*.part")])
+    assert seen == {0, 1} and num_partial == WITHIN, (
+        f"{num_partial} of {kills} kills came while a file was written"
     )
 
 

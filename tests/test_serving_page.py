@@ -84,16 +84,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def serve(folder: Path, model: Path, adapter: Path | None, *more: str) -> Served:
     """Random models never end an answer by themselves."""
     lora = ("--lora", str(adapter)) if adapter else ()
-    ends = [f"--logit-bias={id}-inf" for id in open_model(model).tokenizer().ends]
-    how = (
-        ("--chat-template", "chatml", "--ctx", "4096", *ends)
+    bias_flags = [f"--logit-bias={id}-inf" for id in open_model(model).tokenizer().ends]
+    flags = (
+        ("--chat-template", "chatml", "--ctx", "4096", *bias_flags)
         if model.name == "tiny.gguf"
         else (
             "--ctx",
             "512",
         )
     )
-    return Served(folder / "log", str(model), *lora, *how, *more)
+    return Served(folder / "log", str(model), *lora, *flags, *more)
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +152,14 @@ def choose(page: Any, name: str) -> str:
 
 def sent(page: Any) -> list[dict[str, Any]]:
     """Bodies of the chat requests from now on."""
-    found = list[dict[str, Any]]()
+    bodies = list[dict[str, Any]]()
 
     def seen(request: Any) -> None:
         if request.method == "POST" and request.url.endswith("/v1/chat/completions"):
-            found.append(json.loads(request.post_data))
+            bodies.append(json.loads(request.post_data))
 
     page.on("request", seen)
-    return found
+    return bodies
 
 
 @pytest.mark.browser
@@ -192,11 +192,11 @@ def compare(page: Any) -> None:
     rows = page.locator("#tip tr").all_text_contents()
     assert len(rows) in (5, 6) and sum(row.endswith("chosen") for row in rows) == 1
     assert all(re.search(r"\d+\.\d+ %", row) for row in rows)
-    before = span.evaluate("node => getComputedStyle(node).backgroundColor")
+    old_color = span.evaluate("node => getComputedStyle(node).backgroundColor")
     page.mouse.move(1, 1)
     page.check("#tint")
-    after = span.evaluate("node => getComputedStyle(node).backgroundColor")
-    assert before != after and page.locator("#tip").is_hidden()
+    new_color = span.evaluate("node => getComputedStyle(node).backgroundColor")
+    assert old_color != new_color and page.locator("#tip").is_hidden()
 
 
 @pytest.mark.browser
@@ -215,7 +215,7 @@ def test_several_adapters_have_columns_and_scales(files, opened, tmp_path):
         bodies = sent(page)
         setting(page, max_tokens="5")
         ask(page, "the a")
-        scales = [[one["scale"] for one in body["lora"]] for body in bodies]
+        scales = [[adapter["scale"] for adapter in body["lora"]] for body in bodies]
         assert sorted(scales) == [[0.05, 1], [1, 0]]
         assert page.locator(".about h3").all_text_contents() == ["mine", "second"]
         page.reload()
@@ -227,10 +227,10 @@ def test_several_adapters_have_columns_and_scales(files, opened, tmp_path):
 def test_a_conversation_that_is_deleted_or_left_while_it_is_written(served, opened):
     page = opened(served.address)
     setting(page, max_tokens="1500")
-    for way in ("#drop", "#fresh"):
+    for button in ("#drop", "#fresh"):
         ask(page, "the a", wait=False)
         page.locator(".answer .text span").nth(3).wait_for(state="attached")
-        page.click(way)
+        page.click(button)
         assert page.locator(".turn").count() == 0
         page.locator("#stop").wait_for(state="hidden")
         assert page.locator("#send").is_enabled()
@@ -244,18 +244,20 @@ def test_all_columns_go_on_from_a_kept_answer(served, opened):
     setting(page, max_tokens="8", system="be brief")
     ask(page, "one")
     page.get_by_role("button", name="Keep: answer of tuned").click()
-    kept = page.locator(".text").nth(1).text_content()
+    answer_text = page.locator(".text").nth(1).text_content()
     bodies = sent(page)
     ask(page, "two")
     history = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one"},
-        {"role": "assistant", "content": kept},
+        {"role": "assistant", "content": answer_text},
         {"role": "user", "content": "two"},
     ]
     assert [body["messages"] for body in bodies] == [history] * 2
     page.reload()
-    assert page.locator(".text").nth(1).text_content() == kept, "conversations outlive the tab"
+    assert page.locator(".text").nth(1).text_content() == answer_text, (
+        "conversations outlive the tab"
+    )
 
 
 @pytest.mark.browser
@@ -278,13 +280,13 @@ def test_the_file_is_what_finetune_reads(served, opened, tmp_path):
         ]
         for question in ("why", "how")
     ]
-    for which in ("kept answers", "tuned"):
-        choose(page, which)
+    for column in ("kept answers", "tuned"):
+        choose(page, column)
         with page.expect_download() as download:
             page.click("#download")
-        path = tmp_path / f"{which}.jsonl"
+        path = tmp_path / f"{column}.jsonl"
         download.value.save_as(path)
-        assert [one.messages for one in Reader(Source(path))] == turns
+        assert [record.messages for record in Reader(Source(path))] == turns
     choose(page, "base")
     with page.expect_download() as download:
         page.click("#download")
@@ -370,8 +372,8 @@ def reach(page: Any, key: str, selector: str) -> None:
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone_nothing_is_wider_than_the_screen(served, opened, scheme):
-    how = {"has_touch": True, "color_scheme": scheme}
-    page = opened(served.address, viewport={"width": 360, "height": 740}, **how)
+    options = {"has_touch": True, "color_scheme": scheme}
+    page = opened(served.address, viewport={"width": 360, "height": 740}, **options)
     page.click("#tools")
     setting(page, max_tokens="60")
     ask(page, "a long word: " + "x" * 200)
@@ -415,9 +417,9 @@ def test_errors_are_said_in_words(files, opened, tmp_path):
 @pytest.mark.browser
 def test_a_model_of_another_server_and_a_hostile_one(files, served, opened, tmp_path):
     page = opened(served.address)
-    with serve(tmp_path, files[0], None, "--alias", "another") as other:
+    with serve(tmp_path, files[0], None, "--alias", "another") as other_server:
         page.click("#add")
-        page.fill("#other [name=address]", f"{other.address}/v1/")
+        page.fill("#other [name=address]", f"{other_server.address}/v1/")
         page.press("#other [name=address]", "Enter")
         page.locator(".column").nth(2).wait_for()
         setting(page, max_tokens="5")
@@ -434,6 +436,6 @@ def test_a_model_of_another_server_and_a_hostile_one(files, served, opened, tmp_
     assert page.locator(".text").last.text_content() == HOSTILE
     assert page.locator("#turns img").count() == 0 and page.title() != "hit"
     page.click("#add")
-    page.fill("#other [name=address]", other.address)
+    page.fill("#other [name=address]", other_server.address)
     page.press("#other [name=address]", "Enter")
     page.locator("#other .fault", has_text="cannot be reached").wait_for()

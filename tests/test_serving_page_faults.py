@@ -39,10 +39,16 @@ def stream(text: str, has_logprobs: bool = True) -> str:
     """A streamed answer, a token for each word with its probability and one other."""
     lines = list[dict[str, Any]]()
     for n, token in enumerate(re.findall(r"\s*\S+", text)):
-        other = {"token": "other", "logprob": math.log(0.25)}
-        seen = {"token": token, "logprob": math.log(0.5 if n % 2 else 0.9), "top_logprobs": [other]}
-        told = seen if has_logprobs else {"token": token, "logprob": None}
-        lines.append({"choices": [{"delta": {"content": token}, "logprobs": {"content": [told]}}]})
+        alternative = {"token": "other", "logprob": math.log(0.25)}
+        logprob = {
+            "token": token,
+            "logprob": math.log(0.5 if n % 2 else 0.9),
+            "top_logprobs": [alternative],
+        }
+        shown_logprob = logprob if has_logprobs else {"token": token, "logprob": None}
+        lines.append(
+            {"choices": [{"delta": {"content": token}, "logprobs": {"content": [shown_logprob]}}]}
+        )
     lines.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
     return "".join(f"data: {json.dumps(line)}\n\n" for line in lines) + "data: [DONE]\n\n"
 
@@ -52,7 +58,7 @@ def script(page: Any, answer: Callable[[dict[str, Any], bool], str | None]) -> N
 
     def respond(route: Any) -> None:
         body = json.loads(route.request.post_data)
-        text = answer(body, any(one["scale"] for one in body.get("lora", [])))
+        text = answer(body, any(adapter["scale"] for adapter in body.get("lora", [])))
         if text is None:
             route.abort()
         else:
@@ -110,20 +116,20 @@ def test_a_column_learns_from_no_answer_of_another(served, opened, tmp_path):  #
     ask(page, "two")
     assert choose(page, "tuned").endswith("(2)")
     lines = downloaded(page, tmp_path / "tuned.jsonl")
-    learnt = [
+    trained_answers = [
         [m["content"] for m in line["messages"] if m["role"] == "assistant" and "weight" not in m]
         for line in lines
     ]
-    assert learnt == [["tuned 1"], ["tuned 3"]]
+    assert trained_answers == [["tuned 1"], ["tuned 3"]]
     assert lines[1]["messages"][1] == {"role": "assistant", "content": "base 1", "weight": 0}
     assert [line["models"][-1].split()[0] for line in lines] == ["tuned", "tuned"]
 
 
 def test_answers_stay_with_the_adapter_that_wrote_them(files, opened, tmp_path):  # noqa: F811
     model, adapter = files
-    other = tmp_path / "other.run/adapter.gguf"
-    other.parent.mkdir()
-    random_adapter(other, open_model(model), seed=1)
+    other_adapter = tmp_path / "other.run/adapter.gguf"
+    other_adapter.parent.mkdir()
+    random_adapter(other_adapter, open_model(model), seed=1)
     server = serve(tmp_path, model, adapter)
     with server:
         page = opened(server.address)
@@ -132,12 +138,12 @@ def test_answers_stay_with_the_adapter_that_wrote_them(files, opened, tmp_path):
         names = page.locator(".answer .model").all_text_contents()
         hashes = page.evaluate("[servers.get(OWN).hash, servers.get(OWN).adapters[0].sha256]")
         assert names == [f"tiny {hashes[0][:8]}", hashes[1][:8]]
-        first = page.locator(".text").nth(1).text_content()
+        first_answer = page.locator(".text").nth(1).text_content()
         button(page, "Keep: answer of tuned").click()
         page.evaluate("knock = async () => {}")  # the server is away for less than a look at it
-    again = serve(tmp_path, model, other)
-    again._port, again.address = server._port, server.address
-    with again:
+    new_server = serve(tmp_path, model, other_adapter)
+    new_server._port, new_server.address = server._port, server.address
+    with new_server:
         button(page, "Regenerate: answer of base").click()
         titles = page.locator(".column [type=text]")
         button(page, "Remove other").wait_for()
@@ -146,11 +152,11 @@ def test_answers_stay_with_the_adapter_that_wrote_them(files, opened, tmp_path):
         page.reload()
         page.locator(".column").nth(1).wait_for()
         assert page.locator(".row > .answer").nth(1).get_by_text("not asked").is_visible()
-        stays = page.locator(".others")
-        assert f"tuned {hashes[1][:8]}" in stays.locator("summary").text_content()
-        assert stays.locator(".text").text_content() == first
+        other_answers = page.locator(".others")
+        assert f"tuned {hashes[1][:8]}" in other_answers.locator("summary").text_content()
+        assert other_answers.locator(".text").text_content() == first_answer
         assert (
-            stays.locator(".kept").count() == 1
+            other_answers.locator(".kept").count() == 1
             and button(page, "Keep: answer of tuned").count() == 0
         )
         assert choose(page, "other").endswith("(0)")
@@ -161,8 +167,18 @@ def test_answers_stay_with_the_adapter_that_wrote_them(files, opened, tmp_path):
 
 def test_answers_stored_without_a_model_are_named_so(served, opened):  # noqa: F811
     page = opened(served.address)
-    old = {"text": "hello", "by": "tuned", "state": "done", "tokens": 1, "likely": 0, "scales": [1]}
-    talk = {"system": "", "turns": [{"question": "hi", "answers": {"adapter0": old}, "kept": None}]}
+    stored_answer = {
+        "text": "hello",
+        "by": "tuned",
+        "state": "done",
+        "tokens": 1,
+        "likely": 0,
+        "scales": [1],
+    }
+    talk = {
+        "system": "",
+        "turns": [{"question": "hi", "answers": {"adapter0": stored_answer}, "kept": None}],
+    }
     page.evaluate("talks => localStorage.setItem('packtrain.talks', JSON.stringify(talks))", [talk])
     page.reload()
     page.locator(".column").nth(1).wait_for()
@@ -238,11 +254,11 @@ def test_answers_are_as_high_as_they_are(served, opened):  # noqa: F811
     assert 2 * heights[0] < heights[1]
     button(page, "Edit: answer of tuned").click()
     page.locator(".text textarea").press("End")
-    inner = """all => all.filter(one => one.scrollHeight > one.clientHeight + 3
+    overflow_script = """all => all.filter(one => one.scrollHeight > one.clientHeight + 3
       && ["auto", "scroll"].includes(getComputedStyle(one).overflowY)).length"""
     drawn = "node => new Promise(done => requestAnimationFrame(() => done(node.clientHeight)))"
     assert page.locator(".text textarea").evaluate(drawn) > 300
-    assert page.locator("main *").evaluate_all(inner) == 0
+    assert page.locator("main *").evaluate_all(overflow_script) == 0
 
 
 def test_a_phone_folds_controls_and_long_answers(served, opened):  # noqa: F811
@@ -251,16 +267,17 @@ def test_a_phone_folds_controls_and_long_answers(served, opened):  # noqa: F811
     ask(page, "one")
     height = "node => node.getBoundingClientRect().height"
     controls = sum(
-        page.locator(one).evaluate(height) for one in ("header", ".tools >> nth=0", "#ask")
+        page.locator(selector).evaluate(height)
+        for selector in ("header", ".tools >> nth=0", "#ask")
     )
     assert controls < 0.33 * PHONE["height"] and page.locator("#columns").is_hidden()
     text = page.locator(".text").nth(1)
     assert text.evaluate(height) < 300 < text.evaluate("node => node.scrollHeight")
-    more = page.locator(".more:visible")
-    assert more.all_text_contents() == ["Show all"], "a short answer does not fold"
-    more.click()
-    assert text.evaluate(height) > 1000 and more.get_attribute("aria-expanded") == "true"
-    more.click()
+    more_button = page.locator(".more:visible")
+    assert more_button.all_text_contents() == ["Show all"], "a short answer does not fold"
+    more_button.click()
+    assert text.evaluate(height) > 1000 and more_button.get_attribute("aria-expanded") == "true"
+    more_button.click()
     assert text.evaluate(height) < 300
     page.locator("#tools").click()
     assert page.locator("#columns").is_visible() and page.locator("#download").is_visible()
@@ -281,18 +298,18 @@ def test_hints_do_not_move_the_page(size, served, opened):  # noqa: F811
       const { left, top, width, height } = document.querySelector(name).getBoundingClientRect();
       return [left, top, width, name === "#question" ? height : 0];
     }).flat()"""
-    before = page.evaluate(place)
+    place_before = page.evaluate(place)
     ask(page, "one")
-    during = page.evaluate(place)
-    assert during[:8] == before[:8]
+    place_during = page.evaluate(place)
+    assert place_during[:8] == place_before[:8]
     button(page, "Keep: answer of tuned").click()
-    assert page.evaluate(place) == during
+    assert page.evaluate(place) == place_during
     button(page, "Kept: answer of tuned").click()
     page.evaluate("say('A sentence that is too long for one line of a phone. '.repeat(2))")
-    assert page.evaluate(place) == during
+    assert page.evaluate(place) == place_during
     button(page, "Regenerate: answer of base").click()
     button(page, "Undo regenerate").wait_for()
-    assert page.evaluate(place) == during
+    assert page.evaluate(place) == place_during
 
 
 # ---- what can be taken back, and tried again
@@ -382,11 +399,11 @@ def test_the_page_says_whether_the_server_is_there(files, opened, tmp_path):  # 
 
 
 def another_tab(page: Any) -> Any:
-    other = page.context.new_page()
-    other.set_default_timeout(20_000)
-    other.goto(page.url)
-    other.locator(".column").nth(1).wait_for()
-    return other
+    new_page = page.context.new_page()
+    new_page.set_default_timeout(20_000)
+    new_page.goto(page.url)
+    new_page.locator(".column").nth(1).wait_for()
+    return new_page
 
 
 def listed(page: Any) -> list[str]:
@@ -395,12 +412,12 @@ def listed(page: Any) -> list[str]:
 
 def test_conversations_of_two_tabs_are_all_kept(served, opened):  # noqa: F811
     page = opened(served.address)
-    other = another_tab(page)
-    for tab, question in ((page, "one"), (other, "two")):
+    second_tab = another_tab(page)
+    for tab, question in ((page, "one"), (second_tab, "two")):
         say(tab, "yes", "no")
         ask(tab, question)
     button(page, "Keep: answer of tuned").click()
-    for tab, question in ((page, "one"), (other, "two")):
+    for tab, question in ((page, "one"), (second_tab, "two")):
         assert sorted(listed(tab)) == ["one", "two"]
         assert tab.locator(".question p").text_content() == question
         tab.reload()
@@ -414,18 +431,18 @@ def test_a_conversation_in_two_tabs_goes_on_in_both(served, opened):  # noqa: F8
     page = opened(served.address)
     say(page, "yes", "no")
     ask(page, "one")
-    other = another_tab(page)
-    say(other, "yes", "no")
+    second_tab = another_tab(page)
+    say(second_tab, "yes", "no")
     button(page, "Keep: answer of tuned").click()
-    other.locator(".answer.kept").wait_for()
-    ask(other, "two")
+    second_tab.locator(".answer.kept").wait_for()
+    ask(second_tab, "two")
     page.locator(".turn").nth(1).wait_for()
-    assert listed(page) == listed(other) == ["one"]
-    button(other, "Edit: answer of base").first.click()
+    assert listed(page) == listed(second_tab) == ["one"]
+    button(second_tab, "Edit: answer of base").first.click()
     ask(page, "three")
-    other.locator(".text textarea").fill("my own")
-    button(other, "Save: answer of base").click()
-    assert "both are in the list" in other.locator("#said").text_content()
+    second_tab.locator(".text textarea").fill("my own")
+    button(second_tab, "Save: answer of base").click()
+    assert "both are in the list" in second_tab.locator("#said").text_content()
     page.locator("#talk option").nth(1).wait_for(state="attached")
     page.reload()
     page.locator(".column").nth(1).wait_for()
@@ -440,12 +457,12 @@ def test_what_one_tab_deletes_the_other_does_not_bring_back(served, opened):  # 
     page = opened(served.address)
     say(page, "yes", "no")
     ask(page, "one")
-    other = another_tab(page)
-    say(other, "yes", "no")
-    other.click("#fresh")
+    second_tab = another_tab(page)
+    say(second_tab, "yes", "no")
+    second_tab.click("#fresh")
     page.click("#drop")
-    ask(other, "two")
-    assert listed(other) == ["two"]
+    ask(second_tab, "two")
+    assert listed(second_tab) == ["two"]
     page.click("#undo")
-    other.locator("#talk option").nth(1).wait_for(state="attached")
-    assert sorted(listed(other)) == ["one", "two"]
+    second_tab.locator("#talk option").nth(1).wait_for(state="attached")
+    assert sorted(listed(second_tab)) == ["one", "two"]

@@ -32,13 +32,13 @@ def server(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("scenarios")
     random_model(folder / "m.gguf", "llama")
     adapter = random_adapter(folder / "a.gguf", open_model(folder / "m.gguf"))
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "ctx": 512, "parallel": 2, "chat_template": "chatml", "seed": 42, "slot_save_path": folder, "metrics": True,
         "alias": "first, second,first", "lora": (f"{adapter}:0",), "embeddings": True, "kv_unified": False,
     }  # fmt: skip
-    made = load(Serve(folder / "m.gguf", **how), Events())
-    yield made
-    made.engine.close(0)
+    instance = load(Serve(folder / "m.gguf", **options), Events())
+    yield instance
+    instance.engine.close(0)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_what_the_server_says_of_itself(client, server):
     assert defaults["n_ctx"] == 256 and defaults["params"]["seed"] == 42
     assert "grammar" not in defaults["params"]
     assert props["endpoint_slots"] and props["endpoint_metrics"]
-    one = client.get("/models").json()["data"][0]
-    assert one["id"] == "first" and one["aliases"] == ["first", "second"]
+    model_card = client.get("/models").json()["data"][0]
+    assert model_card["id"] == "first" and model_card["aliases"] == ["first", "second"]
     assert client.get("/v1/models/second").json()["id"] == "first"
     slots = client.get("/slots").json()
     assert [slot["n_ctx"] for slot in slots] == [256, 256] and "params" not in slots[0]
@@ -107,10 +107,10 @@ def test_counts_of_prometheus_add_up(client):
         return {name.removeprefix("llamacpp:"): float(x) for name, x in (p for p in lines if len(p) == 2)}  # fmt: skip
 
     before = counts()
-    told = asked(client, "/completion", TEXT | {"ignore_eos": True})["timings"]
+    timings = asked(client, "/completion", TEXT | {"ignore_eos": True})["timings"]
     after = counts()
     cached = "prompt_tokens_cached_total"
-    assert after[cached] - before[cached] == told["cache_n"]
+    assert after[cached] - before[cached] == timings["cache_n"]
     assert after["n_tokens_max"] >= 27
 
 
@@ -118,10 +118,10 @@ def test_counts_of_prometheus_add_up(client):
 
 
 def test_a_stream_has_what_the_whole_answer_has(client):
-    whole = asked(client, "/completion", TEXT | {"return_tokens": True})
+    full_answer = asked(client, "/completion", TEXT | {"return_tokens": True})
     *parts, last = streamed(client, "/completion", TEXT)
-    assert "".join(part["content"] for part in parts) + last["content"] == whole["content"]
-    assert [id for part in parts for id in part["tokens"]] == whole["tokens"]
+    assert "".join(part["content"] for part in parts) + last["content"] == full_answer["content"]
+    assert [id for part in parts for id in part["tokens"]] == full_answer["tokens"]
     assert all(part["stop"] is False for part in parts) and last["stop"] is True
     written = [part["tokens_predicted"] for part in parts]
     assert written == sorted(set(written)) and last["tokens_predicted"] >= written[-1]
@@ -141,10 +141,10 @@ def test_the_same_seed_gives_the_same_text_and_others_others(client):
 
 def test_prompts_are_texts_tokens_and_both(client):
     ids = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
-    given = [ids, "the a", {"prompt_string": "the a"}, ids]
-    found = asked(client, "/completion", TEXT | {"prompt": given})
-    assert [one["index"] for one in found] == [0, 1, 2, 3]
-    assert len({one["content"] for one in found}) == 1
+    prompts = [ids, "the a", {"prompt_string": "the a"}, ids]
+    completions = asked(client, "/completion", TEXT | {"prompt": prompts})
+    assert [completion["index"] for completion in completions] == [0, 1, 2, 3]
+    assert len({completion["content"] for completion in completions}) == 1
     mixed = asked(client, "/completion", TEXT | {"prompt": [1, 40, "the a", 41, "the"]})
     assert isinstance(mixed["content"], str)
     image = {"prompt_string": "a", "multimodal_data": "AAAA"}
@@ -153,27 +153,27 @@ def test_prompts_are_texts_tokens_and_both(client):
 
 def test_fields_of_an_answer_can_be_chosen(client):
     fields = ["content", "generation_settings/n_predict", "prompt"]
-    found = asked(client, "/completion", TEXT | {"response_fields": fields})
-    assert set(found) == {*fields} and found["generation_settings/n_predict"] == 6
+    completion = asked(client, "/completion", TEXT | {"response_fields": fields})
+    assert set(completion) == {*fields} and completion["generation_settings/n_predict"] == 6
     assert "generation_settings" in asked(client, "/completion", TEXT | {"response_fields": []})
 
 
 def test_top_k_below_zero_is_off(client):
-    found = asked(client, "/completion", TEXT | {"top_k": -1, "n_predict": 1})
-    assert found["generation_settings"]["top_k"] == 0
+    completion = asked(client, "/completion", TEXT | {"top_k": -1, "n_predict": 1})
+    assert completion["generation_settings"]["top_k"] == 0
 
 
 @pytest.mark.parametrize("samplers", [["top_k", "temperature"], "top_k;temperature"])
 def test_samplers_are_a_list_or_a_text(client, samplers):
-    found = asked(client, "/completion", TEXT | {"samplers": samplers})
-    assert found["generation_settings"]["samplers"] == ["top_k", "temperature"]
+    completion = asked(client, "/completion", TEXT | {"samplers": samplers})
+    assert completion["generation_settings"]["samplers"] == ["top_k", "temperature"]
 
 
 def test_probabilities_before_the_samplers(client):
     body = TEXT | {"n_probs": 10, "cache_prompt": False}
     tokens = asked(client, "/completion", body)["completion_probabilities"]
     *parts, _ = streamed(client, "/completion", body)
-    assert [one for part in parts for one in part["completion_probabilities"]] == tokens
+    assert [entry for part in parts for entry in part["completion_probabilities"]] == tokens
     for token in tokens:
         assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 10
         assert {"id", "token", "bytes", "logprob"} <= set(token["top_logprobs"][0])
@@ -185,7 +185,7 @@ def test_probabilities_after_the_samplers(client):
     tokens = asked(client, "/completion", body)["completion_probabilities"]
     assert len(tokens) == 6
     for token in tokens:
-        likely = {one["id"]: one["prob"] for one in token["top_probs"]}
+        likely = {candidate["id"]: candidate["prob"] for candidate in token["top_probs"]}
         assert len(likely) == 4 and sum(likely.values()) == pytest.approx(1)
         assert token["prob"] == likely[token["id"]] > 0
     greedy = asked(client, "/completion", body | {"temperature": 0})["completion_probabilities"]
@@ -194,8 +194,10 @@ def test_probabilities_after_the_samplers(client):
 
 def test_ends_are_forbidden_where_they_are_ignored(client, server):
     settings = asked(client, "/completion", TEXT | {"ignore_eos": True})["generation_settings"]
-    ends = {one["token"] for one in settings["logit_bias"] if one["bias"] is None}
-    assert ends == {*server.tokenizer.ends} and settings["ignore_eos"]
+    eos_ids = {
+        bias_entry["token"] for bias_entry in settings["logit_bias"] if bias_entry["bias"] is None
+    }
+    assert eos_ids == {*server.tokenizer.ends} and settings["ignore_eos"]
     assert asked(client, "/completion", TEXT)["generation_settings"]["logit_bias"] == []
 
 
@@ -203,8 +205,8 @@ def test_ends_are_forbidden_where_they_are_ignored(client, server):
 def test_forbidden_tokens_do_not_come(client, openai):
     first = asked(client, "/completion", TEXT | {"return_tokens": True, "ignore_eos": True})
     banned = {str(id): -100 for id in first["tokens"]}
-    given = banned if openai else [[int(id), False] for id in banned]
-    body = TEXT | {"logit_bias": given, "return_tokens": True}
+    logit_bias = banned if openai else [[int(id), False] for id in banned]
+    body = TEXT | {"logit_bias": logit_bias, "return_tokens": True}
     assert not {*asked(client, "/completion", body)["tokens"]} & {*first["tokens"]}
 
 
@@ -222,9 +224,9 @@ def test_timings_come_with_each_token_if_asked_for(client):
     for path, body in (("/completion", TEXT), ("/v1/completions", TEXT), (CHATS, CHAT)):
         body = body | {"ignore_eos": True}
         timed = streamed(client, path, body | {"timings_per_token": True})
-        counts = [one["timings"]["predicted_n"] for one in timed if "timings" in one]
+        counts = [event["timings"]["predicted_n"] for event in timed if "timings" in event]
         assert counts == sorted(counts) and len(counts) > 2 and counts[-1] == 6, path
-        assert sum("timings" in one for one in streamed(client, path, body)) == 1
+        assert sum("timings" in event for event in streamed(client, path, body)) == 1
 
 
 def test_the_reading_of_a_prompt_is_told(client):
@@ -232,12 +234,14 @@ def test_the_reading_of_a_prompt_is_told(client):
     body = {"prompt": long, "n_predict": 2, "return_progress": True, "id_slot": 0}
     for cached in (False, True):
         events = streamed(client, "/completion", body | {"cache_prompt": cached})
-        told = [one["prompt_progress"] for one in events if "prompt_progress" in one]
-        assert told[0]["processed"] == told[0]["cache"] == (150 if cached else 0)
-        assert [one["processed"] for one in told] == ([150, 151] if cached else [0, 64, 128, 151])
-        assert {one["total"] for one in told} == {151}
+        progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        assert progress[0]["processed"] == progress[0]["cache"] == (150 if cached else 0)
+        assert [event["processed"] for event in progress] == (
+            [150, 151] if cached else [0, 64, 128, 151]
+        )
+        assert {event["total"] for event in progress} == {151}
     chat = streamed(client, CHATS, CHAT | {"return_progress": True})
-    kinds = ["prompt_progress" in one for one in chat]
+    kinds = ["prompt_progress" in event for event in chat]
     assert kinds[0] and kinds == sorted(kinds, reverse=True)
     assert chat[kinds.index(False)]["choices"][0]["delta"]["role"] == "assistant"
 
@@ -250,10 +254,10 @@ def test_only_what_is_new_of_a_prompt_is_read(client):
     asked(client, "/slots/1?action=erase", {})
     first = asked(client, "/completion", body)
     assert first["timings"]["prompt_n"] == 21 and first["timings"]["cache_n"] == 0
-    again = asked(client, "/completion", body)
-    assert again["timings"]["prompt_n"] == 1 and again["content"] == first["content"]
-    other = asked(client, "/completion", body | {"prompt": [*TEXT["prompt"][:15], 90, 91, 92]})
-    assert (other["timings"]["cache_n"], other["timings"]["prompt_n"]) == (15, 3)
+    repeated = asked(client, "/completion", body)
+    assert repeated["timings"]["prompt_n"] == 1 and repeated["content"] == first["content"]
+    diverged = asked(client, "/completion", body | {"prompt": [*TEXT["prompt"][:15], 90, 91, 92]})
+    assert (diverged["timings"]["cache_n"], diverged["timings"]["prompt_n"]) == (15, 3)
     cold = asked(client, "/completion", body | {"cache_prompt": False})
     assert cold["timings"]["cache_n"] == 0 and cold["content"] == first["content"]
     assert cold["tokens_cached"] == 21 + 6 - 1
@@ -264,20 +268,20 @@ def test_a_saved_slot_goes_on_in_another(client):
     asked(client, "/slots/1?action=erase", {})
     asked(client, "/completion", body)
     saved = asked(client, "/slots/1?action=save", {"filename": "slot1.bin"})
-    near = body | {"prompt": [*TEXT["prompt"][:18], 95, 96]}
-    want = asked(client, "/completion", near)
+    similar_body = body | {"prompt": [*TEXT["prompt"][:18], 95, 96]}
+    expected = asked(client, "/completion", similar_body)
     restored = asked(client, "/slots/0?action=restore", {"filename": "slot1.bin"})
     assert restored["n_restored"] == saved["n_saved"] == 26
-    found = asked(client, "/completion", near | {"id_slot": 0})
-    assert found["timings"]["prompt_n"] == 2 and found["content"] == want["content"]
-    assert asked(client, "/completion", near)["timings"]["prompt_n"] == 1
+    continued = asked(client, "/completion", similar_body | {"id_slot": 0})
+    assert continued["timings"]["prompt_n"] == 2 and continued["content"] == expected["content"]
+    assert asked(client, "/completion", similar_body)["timings"]["prompt_n"] == 1
 
 
 def test_an_answer_ends_where_the_context_does(client):
     """Each of the two slots has 256 tokens."""
-    found = asked(client, "/completion", TEXT | {"n_predict": -1, "ignore_eos": True})
-    assert found["truncated"] is True and found["stop_type"] == "limit"
-    assert found["tokens_evaluated"] + found["tokens_predicted"] in (256, 257)
+    completion = asked(client, "/completion", TEXT | {"n_predict": -1, "ignore_eos": True})
+    assert completion["truncated"] is True and completion["stop_type"] == "limit"
+    assert completion["tokens_evaluated"] + completion["tokens_predicted"] in (256, 257)
     short = asked(client, "/completion", TEXT | {"n_predict": 64, "ignore_eos": True})
     assert short["truncated"] is False and short["timings"]["predicted_n"] == 64
     for stream in (False, True):
@@ -288,15 +292,15 @@ def test_an_answer_ends_where_the_context_does(client):
 
 
 def test_adapters_of_requests_and_of_the_server(client):
-    plain, tuned = [{"id": 0, "scale": 0.0}], [{"id": 0, "scale": 1.0}]
+    zero_scales, full_scales = [{"id": 0, "scale": 0.0}], [{"id": 0, "scale": 1.0}]
     body = TEXT | {"ignore_eos": True, "return_tokens": True}
-    base = asked(client, "/completion", body | {"lora": plain})["tokens"]
-    other = asked(client, "/completion", body | {"lora": tuned})["tokens"]
-    assert base != other and asked(client, "/completion", body)["tokens"] == base
-    asked(client, "/lora-adapters", tuned)
+    base = asked(client, "/completion", body | {"lora": zero_scales})["tokens"]
+    adapted_tokens = asked(client, "/completion", body | {"lora": full_scales})["tokens"]
+    assert base != adapted_tokens and asked(client, "/completion", body)["tokens"] == base
+    asked(client, "/lora-adapters", full_scales)
     assert client.get("/lora-adapters").json()[0]["scale"] == 1
-    assert asked(client, "/completion", body)["tokens"] == other
-    asked(client, "/lora-adapters", plain)
+    assert asked(client, "/completion", body)["tokens"] == adapted_tokens
+    asked(client, "/lora-adapters", zero_scales)
 
 
 # ---- chats
@@ -314,17 +318,17 @@ def test_an_answer_that_has_begun_goes_on(client):
         assert client.post(path, json=CHAT | {"messages": BEGUN} | both).status_code == 400
     nothing = {"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}
     assert client.post("/apply-template", json=nothing).status_code == 400
-    without = {"messages": [USER], "add_generation_prompt": False}
-    found = asked(client, "/apply-template", without)["prompt"]
-    assert found == "<|im_start|>user\nthe a<|im_end|>\n"
+    no_generation = {"messages": [USER], "add_generation_prompt": False}
+    rendered = asked(client, "/apply-template", no_generation)["prompt"]
+    assert rendered == "<|im_start|>user\nthe a<|im_end|>\n"
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "a"}]
     assert asked(client, CHATS, CHAT | {"messages": [{"role": "user", "content": parts}]})["usage"]
 
 
 def test_verbose_answers_have_the_prompt(client):
-    found = asked(client, CHATS, CHAT | {"verbose": True})
-    assert found["__verbose"]["prompt"].endswith("<|im_start|>assistant\n")
-    assert found["__verbose"]["content"] == found["choices"][0]["message"]["content"]
+    completion = asked(client, CHATS, CHAT | {"verbose": True})
+    assert completion["__verbose"]["prompt"].endswith("<|im_start|>assistant\n")
+    assert completion["__verbose"]["content"] == completion["choices"][0]["message"]["content"]
     assert "__verbose" not in asked(client, CHATS, CHAT | {"verbose": False})
     events = streamed(client, CHATS, CHAT | {"verbose": True})
     assert events[-1]["__verbose"]["stop_type"] == "limit"
@@ -333,10 +337,10 @@ def test_verbose_answers_have_the_prompt(client):
 def test_cached_tokens_of_a_chat_are_counted(client):
     asked(client, "/slots/0?action=erase", {})
     body = CHAT | {"id_slot": 0}
-    first, again = (asked(client, CHATS, body)["usage"] for _ in range(2))
-    assert first["prompt_tokens"] == again["prompt_tokens"]
-    known = again["prompt_tokens_details"]["cached_tokens"]
-    assert known == again["prompt_tokens"] - 1
+    first, second = (asked(client, CHATS, body)["usage"] for _ in range(2))
+    assert first["prompt_tokens"] == second["prompt_tokens"]
+    num_cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert num_cached == second["prompt_tokens"] - 1
     assert first["completion_tokens"] == 6
     counted = asked(client, f"{CHATS}/input_tokens", {"messages": [USER]})
     assert counted["input_tokens"] == first["prompt_tokens"]
@@ -345,7 +349,7 @@ def test_cached_tokens_of_a_chat_are_counted(client):
 def test_answers_to_one_chat_may_be_several(client):
     for _ in range(2):
         choices = asked(client, CHATS, CHAT | {"n": 2, "id_slot": 0})["choices"]
-        assert [one["finish_reason"] for one in choices] == ["length"] * 2
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 2
 
 
 FORMATS: list[tuple[Any, str]] = [
@@ -358,8 +362,8 @@ FORMATS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("how, text", FORMATS)
 def test_answers_follow_formats(client, how, text):
-    found = asked(client, CHATS, CHAT | {"max_tokens": 20, "ignore_eos": False} | how)
-    assert found["choices"][0]["message"]["content"] == text
+    completion = asked(client, CHATS, CHAT | {"max_tokens": 20, "ignore_eos": False} | how)
+    assert completion["choices"][0]["message"]["content"] == text
 
 
 WRONG: list[Any] = [
@@ -383,25 +387,25 @@ def test_what_cannot_be_meant_is_refused(client, how):
 
 
 def test_special_tokens_are_read_where_they_are_asked_for(client, server):
-    plain = asked(client, "/tokenize", {"content": "the a"})["tokens"]
-    begun = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
-    assert begun == [server.tokenizer.bos, *plain]
+    ids = asked(client, "/tokenize", {"content": "the a"})["tokens"]
+    ids_with_bos = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
+    assert ids_with_bos == [server.tokenizer.bos, *ids]
     mark = server.tokenizer.piece(server.tokenizer.eos).decode()
-    whole = asked(client, "/tokenize", {"content": mark, "parse_special": True})["tokens"]
-    split = asked(client, "/tokenize", {"content": mark, "parse_special": False})["tokens"]
-    assert server.tokenizer.eos in whole and server.tokenizer.eos not in split
+    special_ids = asked(client, "/tokenize", {"content": mark, "parse_special": True})["tokens"]
+    text_ids = asked(client, "/tokenize", {"content": mark, "parse_special": False})["tokens"]
+    assert server.tokenizer.eos in special_ids and server.tokenizer.eos not in text_ids
     pieces = asked(client, "/tokenize", {"content": "a é", "with_pieces": True})["tokens"]
-    assert all(one["id"] > 0 and len(one["piece"]) for one in pieces)
+    assert all(piece["id"] > 0 and len(piece["piece"]) for piece in pieces)
 
 
 def test_embeddings_have_length_one_and_count_tokens(client):
     ids = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
-    found = asked(client, "/v1/embeddings", {"input": ["the a", ids, "a"]})
+    response = asked(client, "/v1/embeddings", {"input": ["the a", ids, "a"]})
     assert "'input' is required" in client.post("/v1/embeddings", json={}).text
-    first, same, other = (one["embedding"] for one in found["data"])
-    assert first == pytest.approx(same, abs=1e-6) and first != pytest.approx(other, abs=1e-3)
+    first, second, third = (entry["embedding"] for entry in response["data"])
+    assert first == pytest.approx(second, abs=1e-6) and first != pytest.approx(third, abs=1e-3)
     assert sum(x * x for x in first) == pytest.approx(1, abs=1e-5)
-    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] > 2 * len(ids)
+    assert response["usage"]["prompt_tokens"] == response["usage"]["total_tokens"] > 2 * len(ids)
     for wrong in (None, True, 1.5, [], [[]], {}):
         assert client.post("/v1/embeddings", json={"input": wrong}).status_code == 400, wrong
 

@@ -24,8 +24,8 @@ ENDLESS = {"prompt": PROMPT, "n_predict": 150, "temperature": 0, "ignore_eos": T
 @contextmanager
 def serving(folder: Path, arch: str = "llama", **how: Any) -> Iterator[tuple[TestClient, Any]]:
     random_model(folder / "m.gguf", arch)
-    given: dict[str, Any] = {"ctx": 64, "parallel": 1, "seed": 1, "context_shift": True} | how
-    server = load(Serve(folder / "m.gguf", **given), Events())
+    options: dict[str, Any] = {"ctx": 64, "parallel": 1, "seed": 1, "context_shift": True} | how
+    server = load(Serve(folder / "m.gguf", **options), Events())
     with TestClient(app(server), raise_server_exceptions=False) as client:
         yield client, server.engine
     server.engine.close(0)
@@ -41,29 +41,31 @@ def written(client: TestClient, **more: Any) -> Any:
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2", "qwen35"])
 def test_an_answer_longer_than_the_context(tmp_path, arch):
     with serving(tmp_path, arch) as (client, engine):
-        found = written(client)
-        assert found["truncated"] is True and found["tokens_predicted"] == 150
-        assert found["stop_type"] == "limit"
-        assert written(client, cache_prompt=False)["content"] == found["content"]
-        known = engine.context.tokens(0)
-        assert len(known) <= 64 and known[0] == 1
+        answer = written(client)
+        assert answer["truncated"] is True and answer["tokens_predicted"] == 150
+        assert answer["stop_type"] == "limit"
+        assert written(client, cache_prompt=False)["content"] == answer["content"]
+        cached_tokens = engine.context.tokens(0)
+        assert len(cached_tokens) <= 64 and cached_tokens[0] == 1
 
 
 def test_what_is_kept_and_forgotten(tmp_path):
     """64 cells: the answer begins to forget after 43 tokens, 10 behind BOS and five that are kept."""
     with serving(tmp_path) as (client, engine):
-        found = written(client, n_predict=45, n_keep=5, n_discard=10, return_tokens=True)
-        text = [*PROMPT, *found["tokens"]]
+        answer = written(client, n_predict=45, n_keep=5, n_discard=10, return_tokens=True)
+        text = [*PROMPT, *answer["tokens"]]
         assert engine.context.tokens(0) == text[:6] + text[16:-1]
-        whole = written(client, n_predict=45, n_keep=-1, return_tokens=True, cache_prompt=False)
+        full_answer = written(
+            client, n_predict=45, n_keep=-1, return_tokens=True, cache_prompt=False
+        )
         assert engine.context.tokens(0)[: len(PROMPT)] == PROMPT
-        assert whole["tokens"][:43] == found["tokens"][:43]
+        assert full_answer["tokens"][:43] == answer["tokens"][:43]
 
 
 def test_without_it_the_answer_ends(tmp_path):
     with serving(tmp_path, context_shift=False) as (client, _):
-        found = written(client)
-        assert found["truncated"] is True and len(PROMPT) + found["tokens_predicted"] in (64, 65)
+        answer = written(client)
+        assert answer["truncated"] is True and len(PROMPT) + answer["tokens_predicted"] in (64, 65)
 
 
 def test_several_answers_share_a_prompt_and_a_full_pool(tmp_path):

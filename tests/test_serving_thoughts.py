@@ -51,8 +51,8 @@ def test_a_text_is_split_alike_in_all_pieces(text, thinking, found):
         for second in range(first, len(text) + 1):
             thoughts = Thoughts(thinking)
             pieces = text[:first], text[first:second], text[second:]
-            told = [*map(thoughts.add, pieces), thoughts.rest()]
-            assert ("".join(t for t, _ in told), "".join(c for _, c in told)) == found
+            outputs = [*map(thoughts.add, pieces), thoughts.rest()]
+            assert ("".join(t for t, _ in outputs), "".join(c for _, c in outputs)) == found
 
 
 def test_prompts_that_open_thoughts():
@@ -70,13 +70,16 @@ def test_the_marks_of_a_template():
     """Its own, as the renderer finds them, where it has no <think>; in all pieces, too."""
     assert marks_of(TEMPLATE, ("", "")) == MARKS
     assert marks_of("{{ messages }}", ("", "")) is None
-    made = Renderer(ChatTemplate(GEMMA_4), [*GEMMA_4_ENDS])
-    assert marks_of(GEMMA_4, made.marks) == CHANNEL
+    renderer = Renderer(ChatTemplate(GEMMA_4), [*GEMMA_4_ENDS])
+    assert marks_of(GEMMA_4, renderer.marks) == CHANNEL
     text = "<|channel>thought\na </think> b\n<channel|>c d"
     assert split(text, False, CHANNEL) == ("a </think> b", "c d")
     thoughts = Thoughts(False, CHANNEL)
-    told = [*map(thoughts.add, text), thoughts.rest()]
-    assert ("".join(t for t, _ in told), "".join(c for _, c in told)) == ("a </think> b", "c d")
+    outputs = [*map(thoughts.add, text), thoughts.rest()]
+    assert ("".join(t for t, _ in outputs), "".join(c for _, c in outputs)) == (
+        "a </think> b",
+        "c d",
+    )
     assert split("<|channel>thought\n<channel|>c", False, CHANNEL) == ("", "c")
     assert is_thinking("<|turn>model\n<|channel>thought\n", None, CHANNEL)
     assert not is_thinking("<|turn>model\n<|channel>thought\n<channel|>", None, CHANNEL)
@@ -86,13 +89,17 @@ def test_the_marks_of_a_template():
 def test_an_answer_with_a_channel(tmp_path):
     random_model(tmp_path / "m.gguf", "llama")
     (tmp_path / "template.jinja").write_text(GEMMA_4)
-    how: dict[str, Any] = {"ctx": 512, "chat_template": str(tmp_path / "template.jinja"), "seed": 1}
-    server = load(Serve(tmp_path / "m.gguf", **how), Events())
+    options: dict[str, Any] = {
+        "ctx": 512,
+        "chat_template": str(tmp_path / "template.jinja"),
+        "seed": 1,
+    }
+    server = load(Serve(tmp_path / "m.gguf", **options), Events())
     with TestClient(app(server), raise_server_exceptions=False) as client:
-        asked = request("<|channel>thought\nthe a\n<channel|>the answer")
-        message = whole(client, **asked)
+        payload = request("<|channel>thought\nthe a\n<channel|>the answer")
+        message = whole(client, **payload)
         said = {"reasoning_content": "the a", "content": "the answer"}
-        assert {name: message[name] for name in said} == said == streamed(client, **asked)
+        assert {name: message[name] for name in said} == said == streamed(client, **payload)
     server.engine.close(0)
 
 
@@ -101,8 +108,12 @@ def client(tmp_path_factory) -> Iterator[TestClient]:
     folder = tmp_path_factory.mktemp("thoughts")
     random_model(folder / "m.gguf", "llama")
     (folder / "template.jinja").write_text(TEMPLATE)
-    how: dict[str, Any] = {"ctx": 256, "chat_template": str(folder / "template.jinja"), "seed": 1}
-    server = load(Serve(folder / "m.gguf", **how), Events())
+    options: dict[str, Any] = {
+        "ctx": 256,
+        "chat_template": str(folder / "template.jinja"),
+        "seed": 1,
+    }
+    server = load(Serve(folder / "m.gguf", **options), Events())
     with TestClient(app(server), raise_server_exceptions=False) as client:
         yield client
     server.engine.close(0)
@@ -123,13 +134,13 @@ def whole(client: TestClient, **asked: Any) -> Any:
 
 def streamed(client: TestClient, **asked: Any) -> dict[str, str]:
     """What the deltas of a stream say together."""
-    told = dict[str, str]()
+    message = dict[str, str]()
     for line in client.post(CHATS, json=asked | {"stream": True}).text.split("\n\n"):
         if line.startswith("data: {"):
             delta = json.loads(line[6:])["choices"][0]["delta"]
             for name in ("reasoning_content", "content"):
-                told[name] = told.get(name, "") + (delta.get(name) or "")
-    return told
+                message[name] = message.get(name, "") + (delta.get(name) or "")
+    return message
 
 
 CASES = [
@@ -143,11 +154,11 @@ CASES = [
 @pytest.mark.grammar
 @pytest.mark.parametrize(("answer", "more", "thought", "content"), CASES)
 def test_an_answer_and_its_thoughts(client, answer, more, thought, content):
-    asked = request(answer, **more)
-    message = whole(client, **asked)
+    payload = request(answer, **more)
+    message = whole(client, **payload)
     assert message.get("reasoning_content", "") == thought
     assert message["content"] == content
-    assert streamed(client, **asked) == {"reasoning_content": thought, "content": content}
+    assert streamed(client, **payload) == {"reasoning_content": thought, "content": content}
 
 
 def test_a_format_that_is_none(client):

@@ -83,9 +83,11 @@ def saying(api, monkeypatch) -> Any:
         ids, real = api.server.tokenizer.encode(text, bos=False, eos=False), slots.chain_of
 
         def chain_of(*given: Any) -> Any:
-            chain, left = real(*given), [*ids]
+            chain, remaining_ids = real(*given), [*ids]
             choose = chain.choose
-            monkeypatch.setattr(chain, "choose", lambda row: left.pop(0) if left else choose(row))
+            monkeypatch.setattr(
+                chain, "choose", lambda row: remaining_ids.pop(0) if remaining_ids else choose(row)
+            )
             return chain
 
         monkeypatch.setattr(slots, "chain_of", chain_of)
@@ -108,12 +110,12 @@ def put_together(chunks: Any) -> tuple[str, list[Any], str]:
 
 
 def check_arguments(name: str, arguments: str) -> None:
-    given = json.loads(arguments)
+    parsed = json.loads(arguments)
     if name == "get_time":
-        assert given.keys() == {"zone"} and given["zone"] in ("utc", "cet")
+        assert parsed.keys() == {"zone"} and parsed["zone"] in ("utc", "cet")
     else:
-        assert name == "get_weather" and given.keys() == {"city", "days"}
-        assert given["city"] in ("Oslo", "Rome") and 1 <= given["days"] <= 9
+        assert name == "get_weather" and parsed.keys() == {"city", "days"}
+        assert parsed["city"] in ("Oslo", "Rome") and 1 <= parsed["days"] <= 9
 
 
 # ---- tools
@@ -123,9 +125,9 @@ def check_arguments(name: str, arguments: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_calls_fit_their_parameters(api, dense, monkeypatch, style, choice):
     monkeypatch.setattr(api.server, "style", STYLES[style])
-    (whole,) = api.chat(tools=TOOLS, tool_choice=choice, **dense).choices
-    assert whole.finish_reason == "tool_calls" and whole.message.content is None
-    (call,) = whole.message.tool_calls
+    (completion,) = api.chat(tools=TOOLS, tool_choice=choice, **dense).choices
+    assert completion.finish_reason == "tool_calls" and completion.message.content is None
+    (call,) = completion.message.tool_calls
     assert call.type == "function" and call.id
     assert call.function.name == "get_weather" or choice == "required"
     check_arguments(call.function.name, call.function.arguments)
@@ -133,8 +135,8 @@ def test_calls_fit_their_parameters(api, dense, monkeypatch, style, choice):
         api.chat(tools=TOOLS, tool_choice=choice, stream=True, **dense)
     )
     assert text == "" and reason == "tool_calls" and streamed["id"].startswith("call_")
-    found = streamed["name"], streamed["arguments"]
-    assert found == (call.function.name, call.function.arguments)
+    streamed_call = streamed["name"], streamed["arguments"]
+    assert streamed_call == (call.function.name, call.function.arguments)
 
 
 def test_an_answer_calls_if_it_wants_to(api, saying):
@@ -142,17 +144,17 @@ def test_an_answer_calls_if_it_wants_to(api, saying):
     free = api.chat(tools=TOOLS, tool_choice="auto").choices[0]
     assert free.message.tool_calls is None and free.finish_reason == "length"
     saying(f"e {CALL}")
-    (whole,) = api.chat(tools=TOOLS, max_tokens=200).choices
-    (call,) = whole.message.tool_calls
-    assert whole.message.content.strip() == "e" and whole.finish_reason == "tool_calls"
+    (completion,) = api.chat(tools=TOOLS, max_tokens=200).choices
+    (call,) = completion.message.tool_calls
+    assert completion.message.content.strip() == "e" and completion.finish_reason == "tool_calls"
     assert call.function.name == "get_time" and json.loads(call.function.arguments) == {
         "zone": "utc"
     }
     text, (streamed,), reason = put_together(api.chat(tools=TOOLS, max_tokens=200, stream=True))
     assert text.strip() == "e" and reason == "tool_calls"
     assert streamed["arguments"] == call.function.arguments
-    plain = api.chat(tools=TOOLS, tool_choice="none", max_tokens=80).choices[0].message
-    assert plain.tool_calls is None and "<tool_call>" in plain.content
+    text_answer = api.chat(tools=TOOLS, tool_choice="none", max_tokens=80).choices[0].message
+    assert text_answer.tool_calls is None and "<tool_call>" in text_answer.content
 
 
 def test_a_line_before_words_is_in_no_answer(api, saying, monkeypatch):
@@ -160,33 +162,33 @@ def test_a_line_before_words_is_in_no_answer(api, saying, monkeypatch):
     head = " all\n"  # this tokenizer puts a space before texts
     monkeypatch.setattr(api.server, "style", Style("", ">>>", "", middle="\n", head=head))
     saying("all\nthe")
-    for how in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
-        whole = api.chat(max_tokens=12, **how).choices[0].message.content
-        text, calls, _ = put_together(api.chat(max_tokens=12, stream=True, **how))
-        assert whole.startswith("the") and text.rstrip() == whole.rstrip() and not calls
+    for options in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        content = api.chat(max_tokens=12, **options).choices[0].message.content
+        text, calls, _ = put_together(api.chat(max_tokens=12, stream=True, **options))
+        assert content.startswith("the") and text.rstrip() == content.rstrip() and not calls
 
 
 def test_a_connection_is_not_silent_while_a_call_is_written(api, dense, monkeypatch):
     """Proxies cut those; clients skip the comments."""
     monkeypatch.setattr(event_stream, "QUIET", 0.01)
-    asked = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "stream": True} | dense
-    text = httpx.post(f"{api.address}/v1/chat/completions", json=asked, timeout=60).text
-    begun, *_, call, _, _ = text.removesuffix("\n\n").split("\n\n")
-    assert '"role"' in begun and '"tool_calls"' in call and ": still working" in text
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "stream": True} | dense
+    text = httpx.post(f"{api.address}/v1/chat/completions", json=body, timeout=60).text
+    first_event, *_, call, _, _ = text.removesuffix("\n\n").split("\n\n")
+    assert '"role"' in first_event and '"tool_calls"' in call and ": still working" in text
     _, calls, _ = put_together(api.chat(tools=TOOLS, tool_choice="required", stream=True, **dense))
     assert len(calls) == 1
 
 
 def test_several_calls_of_an_answer(api, saying):
     saying(f"{CALL}\n{CALL}")
-    how = {"tools": TOOLS, "parallel_tool_calls": True}
+    options = {"tools": TOOLS, "parallel_tool_calls": True}
     count = len(api.server.tokenizer.encode(f"{CALL}\n{CALL}", bos=False, eos=False))
-    (whole,) = api.chat(**how, max_tokens=count).choices
-    assert [call.function.name for call in whole.message.tool_calls] == ["get_time"] * 2
-    assert len({call.id for call in whole.message.tool_calls}) == 2
-    calls = put_together(api.chat(**how, max_tokens=count, stream=True))[1]
+    (completion,) = api.chat(**options, max_tokens=count).choices
+    assert [call.function.name for call in completion.message.tool_calls] == ["get_time"] * 2
+    assert len({call.id for call in completion.message.tool_calls}) == 2
+    calls = put_together(api.chat(**options, max_tokens=count, stream=True))[1]
     assert [call["name"] for call in calls] == ["get_time"] * 2
-    (cut,) = api.chat(**how, max_tokens=count - 5).choices
+    (cut,) = api.chat(**options, max_tokens=count - 5).choices
     assert len(cut.message.tool_calls) == 1 and cut.finish_reason == "length"
 
 
@@ -198,9 +200,9 @@ def test_results_of_calls_come_back(api, dense):
     messages = [*ASK, answer, *results]
     final = api.chat(messages, tools=TOOLS).choices[0]
     assert final.message.content and final.message.tool_calls is None
-    given = [*ASK, answer.model_dump(exclude_none=True), *results]
-    asked = {"messages": given, "tools": TOOLS}
-    prompt = httpx.post(f"{api.address}/apply-template", json=asked).json()["prompt"]
+    conversation = [*ASK, answer.model_dump(exclude_none=True), *results]
+    body = {"messages": conversation, "tools": TOOLS}
+    prompt = httpx.post(f"{api.address}/apply-template", json=body).json()["prompt"]
     assert call.function.name in prompt and prompt.index("3421") > prompt.index("the a")
     with pytest.raises(openai.BadRequestError, match="results must follow"):
         api.chat(messages[:2], tools=TOOLS)
@@ -242,20 +244,22 @@ def test_a_tool_that_is_not_called_refuses_nothing(api, dense, saying):
     saying(CALL)
     answer = api.chat(tools=[*TOOLS, HARD, odd], **dense)
     assert answer.choices[0].message.tool_calls[0].function.name == "get_time"
-    told = [
+    expected_warnings = [
         f"tools: hard: {place} is not supported: answers may not keep to it"
         for place in ("tags: uniqueItems", "n: not", "s: pattern")
     ]
-    assert answer.model_extra["warnings"] == told
-    assert next(iter(api.chat(tools=[HARD], stream=True))).model_extra["warnings"] == told
+    assert answer.model_extra["warnings"] == expected_warnings
+    assert (
+        next(iter(api.chat(tools=[HARD], stream=True))).model_extra["warnings"] == expected_warnings
+    )
 
 
 def test_only_allowed_tools_are_called(api, dense):
     for name in ("get_time", "get_weather"):
         listed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
         for choice in ({"allowed_tools": listed}, {"mode": "required", "tools": [{"name": name}]}):
-            asked = {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"} | choice} | dense
-            (call,) = api.chat(**asked).choices[0].message.tool_calls
+            options = {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"} | choice} | dense
+            (call,) = api.chat(**options).choices[0].message.tool_calls
             assert call.function.name == name
 
 
@@ -311,17 +315,17 @@ class Plan(pydantic.BaseModel):
 
 
 def test_a_document_of_a_schema(api, dense):
-    wanted = {"name": "n", "strict": True, "schema": DAYS | {"additionalProperties": False}}
-    asked = {"type": "json_schema", "json_schema": wanted}
-    (choice,) = api.chat(response_format=asked, **dense).choices
+    json_schema = {"name": "n", "strict": True, "schema": DAYS | {"additionalProperties": False}}
+    response_format = {"type": "json_schema", "json_schema": json_schema}
+    (choice,) = api.chat(response_format=response_format, **dense).choices
     assert choice.finish_reason == "stop"
     check_arguments("get_weather", choice.message.content)
-    text, _, reason = put_together(api.chat(response_format=asked, stream=True, **dense))
+    text, _, reason = put_together(api.chat(response_format=response_format, stream=True, **dense))
     assert (text, reason) == (choice.message.content, "stop")
     readme = api.chat(response_format={"type": "json_schema", "schema": DAYS}, **dense).choices[0]
     check_arguments("get_weather", readme.message.content)
-    same = api.chat(extra_body={"json_schema": DAYS}, **dense).choices[0].message.content
-    check_arguments("get_weather", same)
+    schema_answer = api.chat(extra_body={"json_schema": DAYS}, **dense).choices[0].message.content
+    check_arguments("get_weather", schema_answer)
 
 
 @pytest.mark.parametrize(
@@ -334,37 +338,37 @@ def test_any_object(api, dense, wanted):
     assert choice.message.content.startswith("{")
     if choice.finish_reason == "stop":
         assert isinstance(json.loads(choice.message.content), dict)
-    plain = api.chat(response_format={"type": "text"}).choices[0].message.content
-    assert plain == api.chat().choices[0].message.content
+    text_answer = api.chat(response_format={"type": "text"}).choices[0].message.content
+    assert text_answer == api.chat().choices[0].message.content
 
 
 def test_parsed_answers_of_the_client(api, dense):
     """Its `parse` and `stream` send a pydantic model's schema, and check what comes."""
-    how = {"model": "m", "messages": ASK, "temperature": 0, "response_format": Plan} | dense
-    plan = api.client.chat.completions.parse(**how).choices[0].message.parsed
+    options = {"model": "m", "messages": ASK, "temperature": 0, "response_format": Plan} | dense
+    plan = api.client.chat.completions.parse(**options).choices[0].message.parsed
     assert isinstance(plan, Plan) and len(plan.steps) <= 2
-    with api.client.chat.completions.stream(**how) as stream:
+    with api.client.chat.completions.stream(**options) as stream:
         kinds = {event.type for event in stream}
         assert stream.get_final_completion().choices[0].message.parsed == plan
     assert {"chunk", "content.delta", "content.done"} <= kinds
     with pytest.raises(openai.LengthFinishReasonError):
-        api.client.chat.completions.parse(**how | {"max_tokens": 3})
+        api.client.chat.completions.parse(**options | {"max_tokens": 3})
 
 
 def test_parsed_calls_of_the_client(api, dense):
     """Models with parts, which schemas refer to; two tools have parts of the same name."""
     part = pydantic.create_model("Step", zone=(Literal["utc", "cet"], ...))
     trip = pydantic.create_model("Trip", step=(part, ...))
-    tools = [openai.pydantic_function_tool(one) for one in (trip, Plan)]
-    how = {"model": "m", "messages": ASK, "temperature": 0, "tools": tools} | dense
+    tools = [openai.pydantic_function_tool(model_class) for model_class in (trip, Plan)]
+    options = {"model": "m", "messages": ASK, "temperature": 0, "tools": tools} | dense
     for name, kind in (("Trip", trip), ("Plan", Plan)):
-        how["tool_choice"] = {"type": "function", "function": {"name": name}}
-        (call,) = api.client.chat.completions.parse(**how).choices[0].message.tool_calls
+        options["tool_choice"] = {"type": "function", "function": {"name": name}}
+        (call,) = api.client.chat.completions.parse(**options).choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, kind)
-    how["tool_choice"] = "required"
-    (call,) = api.client.chat.completions.parse(**how).choices[0].message.tool_calls
+    options["tool_choice"] = "required"
+    (call,) = api.client.chat.completions.parse(**options).choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, trip | Plan)
-    with api.client.chat.completions.stream(**how) as stream:
+    with api.client.chat.completions.stream(**options) as stream:
         done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
         final = stream.get_final_completion().choices[0].message.tool_calls[0]
     assert done[0].parsed_arguments == final.function.parsed_arguments
@@ -375,20 +379,20 @@ def test_parsed_calls_of_the_client(api, dense):
 def test_a_call_or_a_document(api, dense, monkeypatch, style):
     """Tools with a response_format: `auto` lets either come, `required` calls only."""
     monkeypatch.setattr(api.server, "style", STYLES[style])
-    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": DAYS}}
-    asked = {"tools": TOOLS[:1], "response_format": wanted} | dense
-    first = {"mistral": "[", "llama": '"'}.get(style, "<")
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": DAYS}}
+    options = {"tools": TOOLS[:1], "response_format": response_format} | dense
+    call_opening = {"mistral": "[", "llama": '"'}.get(style, "<")
     tokens = api.server.tokenizer.tokens
-    for opening in ("{", first):
-        bias = asked["logit_bias"] | {str(tokens.index(b"<0x%02X>" % ord(opening))): 50}
-        (choice,) = api.chat(**asked | {"logit_bias": bias}).choices
+    for opening in ("{", call_opening):
+        bias = options["logit_bias"] | {str(tokens.index(b"<0x%02X>" % ord(opening))): 50}
+        (choice,) = api.chat(**options | {"logit_bias": bias}).choices
         if choice.message.tool_calls:
             check_arguments("get_time", choice.message.tool_calls[0].function.arguments)
         else:
             check_arguments("get_weather", choice.message.content)
         if style != "llama":  # whose calls begin like documents
-            assert bool(choice.message.tool_calls) == (opening == first)
-    (choice,) = api.chat(**asked, tool_choice="required").choices
+            assert bool(choice.message.tool_calls) == (opening == call_opening)
+    (choice,) = api.chat(**options, tool_choice="required").choices
     check_arguments("get_time", choice.message.tool_calls[0].function.arguments)
 
 
@@ -397,31 +401,31 @@ def test_a_call_or_a_document(api, dense, monkeypatch, style):
 
 def test_a_grammar(api):
     for streams in (False, True):
-        asked = {"extra_body": {"grammar": 'root ::= "yes" | "no"'}, "stream": streams}
+        options = {"extra_body": {"grammar": 'root ::= "yes" | "no"'}, "stream": streams}
         if streams:
-            text, _, reason = put_together(api.chat(**asked))
+            text, _, reason = put_together(api.chat(**options))
         else:
-            (choice,) = api.chat(**asked).choices
+            (choice,) = api.chat(**options).choices
             text, reason = choice.message.content, choice.finish_reason
         assert text in ("yes", "no") and reason == "stop"
-    written = api.write(extra_body={"grammar": 'root ::= "the"'}).choices[0]
-    assert (written.text, written.finish_reason) == ("the", "stop")
+    completion = api.write(extra_body={"grammar": 'root ::= "the"'}).choices[0]
+    assert (completion.text, completion.finish_reason) == ("the", "stop")
 
 
 def test_what_is_no_grammar_or_schema(api):
     with pytest.raises(openai.BadRequestError, match="line 1, column"):
         api.chat(extra_body={"grammar": "root ::= ("})
     for schema in ({"type": "hiccup"}, ["a"]):
-        wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
         with pytest.raises(openai.BadRequestError, match=r"(?i)schema"):
-            api.chat(response_format=wanted)
-    for wanted, words in (
+            api.chat(response_format=response_format)
+    for response_format, words in (
         ({}, "json_schema must be a JSON object"),
         ({"json_schema": {"name": "x"}}, "json_schema has no schema"),
         ({"json_schema": {"schema": DAYS}, "schema": ZONE}, "exclude each other"),
         ({"schema": {"properties": {"a": {"not": {}}}}}, "a: not is not supported"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
-            api.chat(response_format={"type": "json_schema"} | wanted)
+            api.chat(response_format={"type": "json_schema"} | response_format)
     with pytest.raises(openai.BadRequestError, match="exclude each other"):
         api.chat(response_format={"type": "json_object"}, extra_body={"json_schema": DAYS})

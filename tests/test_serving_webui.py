@@ -52,9 +52,9 @@ def webui(api, locked, request) -> Iterator[httpx.Client]:
 
 def events(lines: Iterator[str]) -> list[Any]:
     """The events of a stream, which ends with [DONE]."""
-    found = [line.removeprefix("data: ") for line in lines if line]
-    assert found.pop() == "[DONE]"
-    return [json.loads(one) for one in found]
+    payloads = [line.removeprefix("data: ") for line in lines if line]
+    assert payloads.pop() == "[DONE]"
+    return [json.loads(payload) for payload in payloads]
 
 
 def test_its_conversation(webui, api):
@@ -63,8 +63,8 @@ def test_its_conversation(webui, api):
     assert checked.status_code == 200 and checked.headers["content-type"] == "application/json"
     (model,) = checked.json()["data"]
     messages = [{"role": "system", "content": "e"}, *ASK]
-    asked = {"model": model["id"], "messages": messages, "max_tokens": 12, "temperature": 0}
-    with webui.stream("POST", "/chat/completions", json=asked | USUAL) as answer:
+    request = {"model": model["id"], "messages": messages, "max_tokens": 12, "temperature": 0}
+    with webui.stream("POST", "/chat/completions", json=request | USUAL) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         first, *parts, counts = events(answer.iter_lines())
@@ -72,62 +72,68 @@ def test_its_conversation(webui, api):
     text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
     assert parts[-1]["choices"][0]["finish_reason"] == "length" and text
     assert counts["usage"]["completion_tokens"] == 12
-    whole = webui.post("/chat/completions", json=asked | USUAL | {"stream": False}).json()
-    assert whole["choices"][0]["message"]["content"] == text
+    full_answer = webui.post("/chat/completions", json=request | USUAL | {"stream": False}).json()
+    assert full_answer["choices"][0]["message"]["content"] == text
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "e"}]
     for task in ("title_generation", "tags_generation", "follow_up_generation"):
-        told = {"task": task, "task_body": {"model": "m.gguf"}, "chat_id": USUAL["chat_id"]}
+        metadata = {"task": task, "task_body": {"model": "m.gguf"}, "chat_id": USUAL["chat_id"]}
         body = {"model": "m.gguf", "messages": [{"role": "user", "content": TASK}], "stream": False}
-        found = webui.post(
-            "/chat/completions", json=body | {"max_completion_tokens": 5, "metadata": told}
+        task_answer = webui.post(
+            "/chat/completions", json=body | {"max_completion_tokens": 5, "metadata": metadata}
         ).json()
-        assert found["usage"]["completion_tokens"] <= 5
-        assert isinstance(found["choices"][0]["message"]["content"], str)
-    again = webui.post("/chat/completions", json=asked | {"messages": messages}).json()
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
+        assert task_answer["usage"]["completion_tokens"] <= 5
+        assert isinstance(task_answer["choices"][0]["message"]["content"], str)
+    next_answer = webui.post("/chat/completions", json=request | {"messages": messages}).json()
+    assert next_answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
     assert api.idle()
 
 
 def test_a_click_on_stop_frees_the_slot(webui, api):
     """In the middle of an answer, and before its first word."""
-    asked = {"model": "m", "messages": ASK, "stream": True, "max_tokens": 3000, "ignore_eos": True}
-    with webui.stream("POST", "/chat/completions", json=asked) as answer:
+    request = {
+        "model": "m",
+        "messages": ASK,
+        "stream": True,
+        "max_tokens": 3000,
+        "ignore_eos": True,
+    }
+    with webui.stream("POST", "/chat/completions", json=request) as answer:
         lines = (line for line in answer.iter_lines() if '"content": "' in line)
         assert next(lines)
     written = api.server.engine.totals.written
     assert api.idle() and api.server.engine.totals.written - written < 100
     long = [{"role": "user", "content": "the a " * 600}]
-    with webui.stream("POST", "/chat/completions", json=asked | {"messages": long}) as answer:
+    with webui.stream("POST", "/chat/completions", json=request | {"messages": long}) as answer:
         assert answer.status_code == 200
     assert api.idle() and api.server.engine.totals.written - written < 200
 
 
 def test_tools_in_a_stream_as_it_asks_for_them(webui):
     pytest.importorskip("llguidance")
-    where = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"]}  # fmt: skip
-    tool = {"type": "function", "function": {"name": "get_time", "parameters": where}}
-    asked = {"model": "m", "messages": ASK, "tools": [tool], "tool_choice": "required"}
-    body = asked | USUAL | {"temperature": 0, "max_tokens": 300}
+    parameters = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"]}  # fmt: skip
+    tool = {"type": "function", "function": {"name": "get_time", "parameters": parameters}}
+    request = {"model": "m", "messages": ASK, "tools": [tool], "tool_choice": "required"}
+    body = request | USUAL | {"temperature": 0, "max_tokens": 300}
     with webui.stream("POST", "/chat/completions", json=body) as answer:
-        choices = [one["choices"][0] for one in events(answer.iter_lines()) if one["choices"]]
-    calls = [call for one in choices for call in one["delta"].get("tool_calls", ())]
+        choices = [event["choices"][0] for event in events(answer.iter_lines()) if event["choices"]]
+    calls = [call for event in choices for call in event["delta"].get("tool_calls", ())]
     assert [call["function"]["name"] for call in calls] == ["get_time"]
     assert json.loads(calls[0]["function"]["arguments"])["zone"] in ("utc", "cet")
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 def test_its_search_asks_for_embeddings(api):
-    asked = {"model": "m.gguf", "input": ["the a", "e"]}
-    found = httpx.post(f"{api.address}/v1/embeddings", json=asked, timeout=60).json()
-    assert [one["index"] for one in found["data"]] == [0, 1]
-    assert len(found["data"][0]["embedding"]) == api.server.model.config.embedding_length
+    request = {"model": "m.gguf", "input": ["the a", "e"]}
+    response = httpx.post(f"{api.address}/v1/embeddings", json=request, timeout=60).json()
+    assert [entry["index"] for entry in response["data"]] == [0, 1]
+    assert len(response["data"][0]["embedding"]) == api.server.model.config.embedding_length
 
 
 def test_an_empty_key_is_none(api, locked):
     """It sends `Bearer `, which its HTTP client lets through."""
     for address, status in ((api.address, 200), (locked, 401)):
-        where = urlsplit(address)
-        connection = HTTPConnection(where.hostname or "", where.port, timeout=60)
+        url = urlsplit(address)
+        connection = HTTPConnection(url.hostname or "", url.port, timeout=60)
         body = json.dumps({"messages": ASK, "max_tokens": 1})
         connection.request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer "})
         assert connection.getresponse().status == status
@@ -158,14 +164,21 @@ ORIGIN = {"Origin": "http://localhost:3000"}
 def test_a_page_of_another_origin_may_ask(locked, path, method):
     """The browser asks first, without a key; then it sends the key, and reads what comes, errors too."""
     names = "authorization,content-type,x-openwebui-user-name"
-    asked = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": names}
-    for more in ({}, {"Access-Control-Request-Private-Network": "true"}):
-        may = httpx.options(f"{locked}{path}", headers=ORIGIN | asked | more)
-        assert may.status_code == 200 and may.headers["access-control-allow-origin"] == "*"
-        assert method in may.headers["access-control-allow-methods"]
-        allowed = may.headers["access-control-allow-headers"].lower()
+    preflight_headers = {
+        "Access-Control-Request-Method": method,
+        "Access-Control-Request-Headers": names,
+    }
+    for extra_headers in ({}, {"Access-Control-Request-Private-Network": "true"}):
+        preflight = httpx.options(
+            f"{locked}{path}", headers=ORIGIN | preflight_headers | extra_headers
+        )
+        assert (
+            preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == "*"
+        )
+        assert method in preflight.headers["access-control-allow-methods"]
+        allowed = preflight.headers["access-control-allow-headers"].lower()
         assert all(name in allowed for name in names.split(","))
-        assert "access-control-allow-private-network" not in may.headers
+        assert "access-control-allow-private-network" not in preflight.headers
     for headers in (ORIGIN | BEARER, ORIGIN):
         body = {"json": {"messages": ASK, "max_tokens": 1}} if method == "POST" else {}
         answer = httpx.request(method, f"{locked}{path}", headers=headers, timeout=60, **body)

@@ -52,15 +52,15 @@ def test_alternating_plans_give_the_losses_of_fresh_sessions():
     shared = Session()
     together = Alternating.bind(shared)
     shared.set(values(alternate.CONFIG))
-    alone: dict[str, np.ndarray] = values(alternate.CONFIG)
+    expected_values: dict[str, np.ndarray] = values(alternate.CONFIG)
     for t, name in enumerate(("train", "eval", "small", "eval", "train", "small", "train"), 1):
         fresh = Session()
         single = Alternating.bind(fresh, (name,))
         leaves = leaves_of(single.runs[name].placed.graph)
-        fresh.set({n: alone[n] for n in leaves if n in alone})
+        fresh.set({n: expected_values[n] for n in leaves if n in expected_values})
         assert single.turn(name, t, t) == together.turn(name, t, t)
-        alone |= {n: fresh.get(n) for n in leaves}
-    assert same_bits({n: shared.get(n) for n in alone}, alone)
+        expected_values |= {n: fresh.get(n) for n in leaves}
+    assert same_bits({n: shared.get(n) for n in expected_values}, expected_values)
 
 
 @pytest.mark.skipif(not LINUX, reason="private memory of another process is read from /proc")
@@ -127,12 +127,12 @@ def test_later_runs_read_their_own_inputs():
 
 
 def test_an_exception_inside_the_update_makes_the_session_dirty(monkeypatch):
-    left = [3]
+    calls_left = [3]
     real = opt_step_adamw.kernels["cpu"].run
 
     def failing(*args, **attrs):
-        left[0] -= 1
-        if not left[0]:
+        calls_left[0] -= 1
+        if not calls_left[0]:
             raise OSError("the lights went out")
         real(*args, **attrs)
 
@@ -172,11 +172,11 @@ def test_training_goes_on_as_if_a_bad_step_had_not_been(max_norm, factor):
 
 def test_stop_is_asked_before_each_step():
     run, other = update(), update()
-    asked = []
+    stop_calls = []
 
     def stop() -> bool:
-        asked.append(None)
-        return len(asked) > 5
+        stop_calls.append(None)
+        return len(stop_calls) > 5
 
     with pytest.raises(Stopped, match=f"stopped before {run.placed.steps[5].op.name}"):
         run(fed(), stop=stop)
@@ -186,11 +186,11 @@ def test_stop_is_asked_before_each_step():
 
 def test_stopping_inside_the_update_makes_the_session_dirty():
     run = update()
-    left = [run.first_update + 2]
+    steps_left = [run.first_update + 2]
 
     def stop() -> bool:
-        left[0] -= 1
-        return left[0] < 0
+        steps_left[0] -= 1
+        return steps_left[0] < 0
 
     with pytest.raises(Stopped):
         run(fed(), stop=stop)
@@ -199,13 +199,13 @@ def test_stopping_inside_the_update_makes_the_session_dirty():
 
 
 def test_a_second_executor_of_a_session_at_the_same_time_is_refused():
-    run, apart = update(), update()
+    run, separate_run = update(), update()
     other, refusals = bind(evaluation(CONFIG, 1, 8), session=run.session), list[str]()
-    given = batch(CONFIG, 1, 8)
+    inputs = batch(CONFIG, 1, 8)
 
     def intrude() -> None:
         try:
-            other(given)
+            other(inputs)
         except RunError as error:
             refusals.append(str(error))
 
@@ -214,14 +214,14 @@ def test_a_second_executor_of_a_session_at_the_same_time_is_refused():
         thread.start()
         thread.join()
         intrude()
-        apart(fed())
+        separate_run(fed())
 
     run.watch("blk.0.attn_norm", see)
     run(fed())
     assert (
         refusals == ["another executor of this session is running; its arena has room for one"] * 2
     )
-    other(given)
+    other(inputs)
 
 
 # ---- what a run needs ----------------------------------------------------------------------------------------
@@ -229,10 +229,10 @@ def test_a_second_executor_of_a_session_at_the_same_time_is_refused():
 
 def test_inputs_missing_and_unknown_are_all_named():
     run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
-    given = batch(CONFIG, 1, 8)
-    del given["pos"], given["seq"]
+    inputs = batch(CONFIG, 1, 8)
+    del inputs["pos"], inputs["seq"]
     with pytest.raises(RunError, match=r"inputs missing: \['pos', 'seq'\]; unknown: \['noise'\]"):
-        run(given | {"noise": np.zeros(3)})
+        run(inputs | {"noise": np.zeros(3)})
 
 
 UNFIT = {
@@ -251,17 +251,19 @@ def test_an_input_that_does_not_fit_is_not_cut(value, fact):
 
 
 def test_wider_numbers_that_fit_are_taken():
-    run, fed = bind(evaluation(CONFIG, 1, 8), values(CONFIG)), batch(CONFIG, 1, 8)
-    wide = {name: v.astype(np.int64 if v.dtype.kind == "i" else float) for name, v in fed.items()}
-    listed = {name: v.tolist() for name, v in fed.items()}
-    expected = run(fed)
+    run, inputs = bind(evaluation(CONFIG, 1, 8), values(CONFIG)), batch(CONFIG, 1, 8)
+    wide = {
+        name: v.astype(np.int64 if v.dtype.kind == "i" else float) for name, v in inputs.items()
+    }
+    listed = {name: v.tolist() for name, v in inputs.items()}
+    expected = run(inputs)
     assert same_bits(run(wide), expected) and same_bits(run(listed), expected)
 
 
 def test_weights_without_a_value_are_all_named():
-    given = values(CONFIG)
-    del given["blk.0.attn_q.weight"], given["output_norm.weight"]
-    run = bind(evaluation(CONFIG, 1, 8), given)
+    weights = values(CONFIG)
+    del weights["blk.0.attn_q.weight"], weights["output_norm.weight"]
+    run = bind(evaluation(CONFIG, 1, 8), weights)
     text = "weights without a value: blk.0.attn_q.weight, output_norm.weight"
     with pytest.raises(RunError, match=text):
         run(batch(CONFIG, 1, 8))
@@ -298,9 +300,9 @@ def test_constants_belong_to_their_graphs():
 def test_outputs_and_leaves_are_copies():
     run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
     first = run(batch(CONFIG, 1, 8, 1))
-    kept = {name: value.copy() for name, value in first.items()}
+    first_copy = {name: value.copy() for name, value in first.items()}
     run(batch(CONFIG, 1, 8, 2))
-    assert same_bits(first, kept)
+    assert same_bits(first, first_copy)
     run.session.get("output_norm.weight")[:] = 0
     assert run.session.get("output_norm.weight").all()
 
@@ -319,15 +321,15 @@ def test_weights_in_another_space_are_copied_to_and_fro():
     pt.verify(plan, placed)
     assert [a.space for a in plan.arenas] == ["host", "other"]
     assert all(a.nbytes > 0 for a in plan.arenas)
-    away = (aligned(values(CONFIG)[n].nbytes, OTHER.alignment) for n in AWAY)
-    assert plan.arena("other").weight_nbytes == sum(away)
+    away_sizes = (aligned(values(CONFIG)[n].nbytes, OTHER.alignment) for n in AWAY)
+    assert plan.arena("other").weight_nbytes == sum(away_sizes)
     session = Session()
     run = session.executor(placed, plan)
     session.set(values(CONFIG))
     got, expected = run(batch(CONFIG, 2, 9)), bind(graph, values(CONFIG))(batch(CONFIG, 2, 9))
     assert got.keys() == expected.keys()
-    far = {name: apart(got[name], expected[name]) for name in got}
-    assert max(far.values()) < 1e-5
+    deviations = {name: apart(got[name], expected[name]) for name in got}
+    assert max(deviations.values()) < 1e-5
 
 
 def test_copies_stand_at_the_borders_and_nowhere_else():
@@ -349,19 +351,19 @@ def test_copies_stand_at_the_borders_and_nowhere_else():
 
 def test_training_with_weights_and_their_moments_away():
     graph = steps(CONFIG, 2, 9, OPTIMIZER, max_norm=1.0)
-    away = {f"{kind}{name}": OTHER for name in AWAY for kind in ("", "m/", "v/")}
-    session, alone = Session(), Session()
+    homes = {f"{kind}{name}": OTHER for name in AWAY for kind in ("", "m/", "v/")}
+    session, reference = Session(), Session()
     runs = [
-        session.executor(place(graph, Target(PLAIN, homes=away))),
-        bind(graph, session=alone, backend=backends.numpy),
+        session.executor(place(graph, Target(PLAIN, homes=homes))),
+        bind(graph, session=reference, backend=backends.numpy),
     ]
-    for s in (session, alone):
+    for s in (session, reference):
         s.set(values(CONFIG))
     for t in (1, 2, 3):
-        one, two = (run(batch(CONFIG, 2, 9, t) | OPTIMIZER.inputs(t)) for run in runs)
-        assert same_bits(one, two)
+        first, second = (run(batch(CONFIG, 2, 9, t) | OPTIMIZER.inputs(t)) for run in runs)
+        assert same_bits(first, second)
     names = leaves_of(graph)
-    assert same_bits({n: session.get(n) for n in names}, {n: alone.get(n) for n in names})
+    assert same_bits({n: session.get(n) for n in names}, {n: reference.get(n) for n in names})
 
 
 def test_one_leaf_cannot_live_in_two_spaces_of_a_session():

@@ -56,21 +56,21 @@ def alone(folder: Path) -> list[float]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The most bytes that a run takes at once of each memory beside the process's own."""
-    now, most = dict[str, int](), dict[str, int]()
-    plain = Aside.alloc
+    current, peaks = dict[str, int](), dict[str, int]()
+    original_alloc = Aside.alloc
 
     def take(space: str, nbytes: int) -> None:
-        now[space] = now.get(space, 0) + nbytes
-        most[space] = max(most.get(space, 0), now[space])
+        current[space] = current.get(space, 0) + nbytes
+        peaks[space] = max(peaks.get(space, 0), current[space])
 
     def alloc(self: Aside, nbytes: int) -> np.ndarray:
         take(self.space, nbytes)
-        made = plain(self, nbytes)
-        weakref.finalize(made, take, self.space, -nbytes)
-        return made
+        buffer = original_alloc(self, nbytes)
+        weakref.finalize(buffer, take, self.space, -nbytes)
+        return buffer
 
     monkeypatch.setattr(Aside, "alloc", alloc)
-    return most
+    return peaks
 
 
 # ---- where blocks go -----------------------------------------------------------------------------------------
@@ -91,8 +91,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     ],
 )  # fmt: skip
 def test_blocks_go_where_they_are_sent(flags: dict[str, str], blocks: str, last: str) -> None:
-    asked = spread(**flags)
-    on = asked.homes(SHAPE, asked.number(SHAPE))
+    settings = spread(**flags)
+    on = settings.homes(SHAPE, settings.number(SHAPE))
     first = on.backends[0]
     at = [on.homes.get(f"blk.{i}.ffn_up.weight", first).space for i in range(8)]
     assert [space.replace("host", "cpu") for space in at] == blocks.split()
@@ -162,36 +162,36 @@ def test_finetune_on_two_memories(folder: Path, held: dict[str, int]) -> None:
     """LoRA on Q8_0, whose blocks were copied; an adapter of the same bits."""
     trained(folder, output=folder / "b.gguf")
     pt.quantize(folder / "b.gguf", folder / "q.gguf", "q8_0")
-    made = []
+    results = []
     for device in ("cpu", "cpu,cpu:1"):
-        given = {"device": device, "iters": 3, "ctx": 32, "batch_size": 2, "threads": 1}
-        given |= {"output": folder / "t.gguf", "overwrite": True}
-        done = pt.finetune(folder / "q.gguf", folder / "text.txt", **given)
-        made.append((done.losses, (folder / "t.run/adapter.gguf").read_bytes()))
-    assert made[0] == made[1] and held["cpu:1"] > 0
+        options = {"device": device, "iters": 3, "ctx": 32, "batch_size": 2, "threads": 1}
+        options |= {"output": folder / "t.gguf", "overwrite": True}
+        done = pt.finetune(folder / "q.gguf", folder / "text.txt", **options)
+        results.append((done.losses, (folder / "t.run/adapter.gguf").read_bytes()))
+    assert results[0] == results[1] and held["cpu:1"] > 0
 
 
 def test_a_run_over_two_memories_resumes_bit_for_bit(folder: Path) -> None:
-    given = {"device": "cpu,cpu:1", "iters": 6, "save_every": 1}
-    whole, stop = trained(folder, **given).losses, threading.Event()
+    options = {"device": "cpu,cpu:1", "iters": 6, "save_every": 1}
+    full_losses, stop = trained(folder, **options).losses, threading.Event()
 
     def third(step: Any) -> None:
         if step.step == 3:
             stop.set()
 
-    begun = trained(folder, **given, on_step=third, cancel=stop)
-    assert begun.stopped
-    again = {**given, "resume": True, "overwrite": False}
+    stopped = trained(folder, **options, on_step=third, cancel=stop)
+    assert stopped.stopped
+    resume_options = {**options, "resume": True, "overwrite": False}
     with pytest.raises(InputError, match="split was"):
-        trained(folder, **again, split="1,3")
-    assert trained(folder, **again).losses == whole
+        trained(folder, **resume_options, split="1,3")
+    assert trained(folder, **resume_options).losses == full_losses
 
 
 @pytest.mark.torch
 def test_a_memory_of_pytorch_beside_the_cpu(folder: Path, alone: list[float]) -> None:
     """Some blocks on each, and all on its own one."""
-    for given in ({"gpu_layers": "2"}, {}):
-        done = trained(folder, device="torch:cpu:1", **given)
+    for options in ({"gpu_layers": "2"}, {}):
+        done = trained(folder, device="torch:cpu:1", **options)
         assert list(done.losses) == pytest.approx(alone, rel=1e-4)
     done = trained(folder, device="cpu:1,torch:cpu:1")
     assert list(done.losses) == pytest.approx(alone, rel=1e-4)
@@ -212,15 +212,15 @@ def test_a_refusal_names_the_least_which_does(
     given: dict[str, str], folder: Path, alone: list[float], held: dict[str, int]
 ) -> None:
     said = refused(folder, **given, device_memory="1MiB")
-    least = "the smallest device_memory that would do is"
-    found = re.search(rf"it has 1\.0 MiB, .* needed; {least} (\d+)MiB", said)
-    assert found, said
-    enough = int(found[1])
-    done = trained(folder, **given, device_memory=f"{enough}MiB")
-    assert done.plan.plans.nbytes_in("cpu:1") <= enough * MIB
-    assert held["cpu:1"] <= enough * MIB
+    hint = "the smallest device_memory that would do is"
+    match = re.search(rf"it has 1\.0 MiB, .* needed; {hint} (\d+)MiB", said)
+    assert match, said
+    min_mib = int(match[1])
+    done = trained(folder, **given, device_memory=f"{min_mib}MiB")
+    assert done.plan.plans.nbytes_in("cpu:1") <= min_mib * MIB
+    assert held["cpu:1"] <= min_mib * MIB
     assert list(done.losses) == pytest.approx(alone, rel=1e-5)
-    assert "the memory of cpu:1" in refused(folder, **given, device_memory=f"{enough - 1}MiB")
+    assert "the memory of cpu:1" in refused(folder, **given, device_memory=f"{min_mib - 1}MiB")
 
 
 def test_as_many_blocks_as_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,15 +244,15 @@ def test_plan_prints_splits_copies_and_bytes(
         "--device-memory=64MiB",
         f"--json={folder}/p.json",
     ]
-    where = [f"--data={folder}/text.txt", f"-o={folder}/p.gguf", "--iters=3", "--threads=1"]
-    where += [f"--json={folder}/p.json"]
-    assert main(["plan", "train", *where, *flags, *about]) == 0
+    run_flags = [f"--data={folder}/text.txt", f"-o={folder}/p.gguf", "--iters=3", "--threads=1"]
+    run_flags += [f"--json={folder}/p.json"]
+    assert main(["plan", "train", *run_flags, *flags, *about]) == 0
     shown = capsys.readouterr().out
     assert "in the memory of cpu:1, which has 64.0 MiB\n" in shown
     assert re.search(r"crosses   6 splits a step, 10 copies of 27\d\.\d KiB", shown), shown
-    told = json.loads((folder / "p.json").read_text())
-    assert told["splits"] == [["host", "cpu:1", "host", "cpu:1", "host", "cpu:1"]]
-    assert len(told["copies_bytes"][0]) == 10 and told["spaces"]["cpu:1"]["bytes"] > MIB
+    report = json.loads((folder / "p.json").read_text())
+    assert report["splits"] == [["host", "cpu:1", "host", "cpu:1", "host", "cpu:1"]]
+    assert len(report["copies_bytes"][0]) == 10 and report["spaces"]["cpu:1"]["bytes"] > MIB
 
 
 # ---- moments in the memory of the process ----------------------------------------------------------------------
@@ -264,17 +264,17 @@ def test_plan_prints_splits_copies_and_bytes(
 def test_moments_that_stay_here_train_the_same(
     folder: Path, held: dict[str, int], given: dict[str, Any]
 ) -> None:
-    near, away = (
-        trained(folder, device="cpu:1", offload=how, **given) for how in ("none", "moments")
+    on_device, offloaded = (
+        trained(folder, device="cpu:1", offload=offload, **given) for offload in ("none", "moments")
     )
-    assert list(away.losses) == pytest.approx(list(near.losses), rel=1e-5)
-    plans = near.plan.plans, away.plan.plans
+    assert list(offloaded.losses) == pytest.approx(list(on_device.losses), rel=1e-5)
+    plans = on_device.plan.plans, offloaded.plan.plans
     moved = plans[0].nbytes_of("moment", space="cpu:1")
     assert moved and not plans[1].nbytes_of("moment", space="cpu:1")
     assert plans[1].nbytes_of("moment", space="host") == moved
-    less = plans[0].nbytes_in("cpu:1") - plans[1].nbytes_in("cpu:1")
-    assert moved / 2 <= less <= 2 * moved
-    assert 0 < held["cpu:1"] <= max(one.nbytes_in("cpu:1") for one in plans)
+    saved_nbytes = plans[0].nbytes_in("cpu:1") - plans[1].nbytes_in("cpu:1")
+    assert moved / 2 <= saved_nbytes <= 2 * moved
+    assert 0 < held["cpu:1"] <= max(plan.nbytes_in("cpu:1") for plan in plans)
 
 
 def test_moments_stay_here_where_a_run_else_would_not_fit(
@@ -282,31 +282,31 @@ def test_moments_stay_here_where_a_run_else_would_not_fit(
 ) -> None:
     device = {"device": "cpu:1"}
     assert not trained(folder, **device).plan.job.offloaded
-    without, said = (
+    no_offload, said = (
         re.search(r"smallest device_memory that would do is (\d+)MiB", text)
         for text in (
             refused(folder, **device, offload="none", device_memory="1MiB"),
             refused(folder, **device, device_memory="1MiB"),
         )
     )
-    assert without and said and int(said[1]) < int(without[1])
+    assert no_offload and said and int(said[1]) < int(no_offload[1])
     held.clear()
     done = trained(folder, **device, device_memory=f"{said[1]}MiB")
     assert done.plan.job.offloaded and held["cpu:1"] <= int(said[1]) * MIB
     assert list(done.losses) == pytest.approx(alone, rel=1e-5)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
     planned = ["plan", "train", "--data", str(folder / "text.txt"), "--device=cpu:1", *flags]
-    for size, told in ((said[1], True), ("100", False)):
+    for size, is_reported in ((said[1], True), ("100", False)):
         assert main([*planned, f"--device-memory={size}MiB"]) == 0
-        assert ("moments stay in this process's memory" in capsys.readouterr().err) == told
+        assert ("moments stay in this process's memory" in capsys.readouterr().err) == is_reported
 
 
 def test_a_run_that_goes_on_leaves_moments_where_they_were(folder: Path) -> None:
     """Rounding depends on it, and a resumed run has the bits of one that was not stopped."""
-    given = {"device": "cpu:1", "lr_scheduler": "constant", "val_split": 0.0}
-    whole = trained(folder, **given, offload="moments")
+    options = {"device": "cpu:1", "lr_scheduler": "constant", "val_split": 0.0}
+    full_run = trained(folder, **options, offload="moments")
     expected = (folder / "m.gguf").read_bytes()
-    trained(folder, **given, offload="moments", iters=2)
-    done = trained(folder, **given, overwrite=False, resume=True)
-    assert done.plan.job.offloaded and list(done.losses)[-2:] == list(whole.losses)[-2:]
+    trained(folder, **options, offload="moments", iters=2)
+    done = trained(folder, **options, overwrite=False, resume=True)
+    assert done.plan.job.offloaded and list(done.losses)[-2:] == list(full_run.losses)[-2:]
     assert (folder / "m.gguf").read_bytes() == expected

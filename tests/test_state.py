@@ -24,12 +24,14 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
     path = tmp_path / "checkpoint.gguf"
     progress = saved(path)
     said = []
-    found = checkpoints.load(path, said.append)
+    checkpoint = checkpoints.load(path, said.append)
     assert (
-        found is not None and found.progress == progress and found.about == {"lr": 0.1, "steps": 9}
+        checkpoint is not None
+        and checkpoint.progress == progress
+        and checkpoint.about == {"lr": 0.1, "steps": 9}
     )
     for name, array in ARRAYS.items():
-        assert found.array(name).tobytes() == array.tobytes()
+        assert checkpoint.array(name).tobytes() == array.tobytes()
     assert said == [] and [f.name for f in tmp_path.iterdir()] == ["checkpoint.gguf"]
 
 
@@ -42,12 +44,12 @@ def test_the_one_before_is_kept_and_used_when_the_newest_is_damaged(tmp_path):
         "checkpoint.gguf",
         "checkpoint.previous.gguf",
     ]
-    whole = path.read_bytes()
-    for damaged in (whole[:-40], whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:], b""):
+    intact = path.read_bytes()
+    for damaged in (intact[:-40], intact[:-40] + bytes([intact[-40] ^ 1]) + intact[-39:], b""):
         path.write_bytes(damaged)
         said = []
-        found = checkpoints.load(path, said.append)
-        assert found is not None and found.progress.step == 2
+        checkpoint = checkpoints.load(path, said.append)
+        assert checkpoint is not None and checkpoint.progress.step == 2
         assert len(said) == 1 and "checkpoint.gguf" in said[0] and "previous" in said[0]
 
 
@@ -66,8 +68,8 @@ def test_no_checkpoint_is_none_and_a_newer_one_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(checkpoints, "FORMAT", 2)
     saved(path)
     monkeypatch.setattr(checkpoints, "FORMAT", 1)
-    wanted = r"checkpoint\.gguf: checkpoint format 2, which packtrain \d\S* reads; .* up to 1"
-    with pytest.raises(InputError, match=wanted):
+    pattern = r"checkpoint\.gguf: checkpoint format 2, which packtrain \d\S* reads; .* up to 1"
+    with pytest.raises(InputError, match=pattern):
         checkpoints.load(path, print)
 
 
@@ -83,12 +85,14 @@ def test_what_no_run_writes_is_refused_though_its_checksum_is_right(tmp_path, mo
 
 
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path, monkeypatch):
-    path, later = tmp_path / "checkpoint.gguf", ("best_step", "last")
-    older = {name: value for name, value in asdict(Progress(7)).items() if name not in later}
-    monkeypatch.setattr(checkpoints, "asdict", lambda progress: older)
+    path, new_fields = tmp_path / "checkpoint.gguf", ("best_step", "last")
+    old_fields = {
+        name: value for name, value in asdict(Progress(7)).items() if name not in new_fields
+    }
+    monkeypatch.setattr(checkpoints, "asdict", lambda progress: old_fields)
     saved(path)
-    found = checkpoints.load(path, print)
-    assert found is not None and found.progress == Progress(7)
+    checkpoint = checkpoints.load(path, print)
+    assert checkpoint is not None and checkpoint.progress == Progress(7)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +118,8 @@ def test_the_end_says_which_step_the_result_is_of(losses, best, said):
     for loss in losses:
         progress = progress.after(10, 1.0).validated(loss)
     assert outcome(progress, best).startswith(f"the result is {said}")
-    older = replace(progress, best_step=0, last=math.inf)
-    assert math.isnan(losses[0]) or f"loss {min(losses):.4f}" in outcome(older, best)
+    old_progress = replace(progress, best_step=0, last=math.inf)
+    assert math.isnan(losses[0]) or f"loss {min(losses):.4f}" in outcome(old_progress, best)
 
 
 def test_an_only_validation_has_no_best():
@@ -145,5 +149,5 @@ def test_a_failed_save_leaves_both_files(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         saved(path, step=3)
-    found = checkpoints.load(path, print)
-    assert found is not None and found.progress.step == 2
+    checkpoint = checkpoints.load(path, print)
+    assert checkpoint is not None and checkpoint.progress.step == 2

@@ -35,16 +35,18 @@ def test_random_graphs_give_the_bits_of_one_memory(check: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_activations_that_wait_elsewhere_change_no_bit(seed: int) -> None:
-    _, alone = gradients(None, cpu)
+    _, resident_grads = gradients(None, cpu)
     BUSY["most"] = 0
-    for late in (True, False):
-        placed, moved = gradients(seed, replace(LATE, late=late))
+    for is_late in (True, False):
+        placed, moved = gradients(seed, replace(LATE, late=is_late))
         assert len(placed.put_away) > 10 and not WAITING
-        for name, value in alone.items():
+        for name, value in resident_grads.items():
             assert moved[name].tobytes() == value.tobytes(), name
-        begun = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is BEGIN}
-        apart = [i - begun[s.reads[0]] for i, s in enumerate(placed.steps) if s.op is ARRIVE]
-        assert len(apart) == len(placed.copies) and np.mean(apart) > 3
+        begin_steps = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is BEGIN}
+        step_gaps = [
+            i - begin_steps[s.reads[0]] for i, s in enumerate(placed.steps) if s.op is ARRIVE
+        ]
+        assert len(step_gaps) == len(placed.copies) and np.mean(step_gaps) > 3
     assert 1 <= BUSY["most"] <= 2, "one copy at a time each way"
 
 
@@ -52,17 +54,20 @@ def test_training_with_values_that_wait_elsewhere_is_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Moments, gradients on their way to them and steps on their way back, and activations."""
-    asked: dict[str, Any] = {"device": "cpu:1", "offload": "all", "layers": 4, "iters": 3}
-    whole = trained(folder, **asked)
+    options: dict[str, Any] = {"device": "cpu:1", "offload": "all", "layers": 4, "iters": 3}
+    resident_run = trained(folder, **options)
     monkeypatch.setitem(BACKENDS, "cpu:1", LATE)
-    got = trained(folder, **asked)
-    assert got.losses == whole.losses and not WAITING
+    got = trained(folder, **options)
+    assert got.losses == resident_run.losses and not WAITING
     crossed = [p for p in got.plan.plans.placed.values() if any(s.op is ARRIVE for s in p.steps)]
     assert len(crossed) >= 1
-    (at, here), (before, there) = (
-        [one.plan.plans.nbytes_in(s) for s in ("cpu:1", "host")] for one in (got, whole)
+    (device_nbytes, host_nbytes), (base_device_nbytes, base_host_nbytes) = (
+        [trained_run.plan.plans.nbytes_in(s) for s in ("cpu:1", "host")]
+        for trained_run in (got, resident_run)
     )
-    assert at <= 1.25 * before and here <= 1.25 * there, "what travels takes little more room"
+    assert device_nbytes <= 1.25 * base_device_nbytes and host_nbytes <= 1.25 * base_host_nbytes, (
+        "what travels takes little more room"
+    )
 
 
 def chain(there: Backend) -> pt.Placed:
@@ -109,11 +114,11 @@ def test_what_travels_beside_work_is_not_waited_for() -> None:
         for _ in range(calls):
             y = ops.silu(y)
         graph = Graph({"y": ops.mul(y, z)})
-        sync, beside = (
-            cost_model.seconds(place(graph, Target((there,), {"z": cpu})), rates)
-            for there in (Aside("cpu", "cpu:1"), LATE)
+        sync, overlapped = (
+            cost_model.seconds(place(graph, Target((backend,), {"z": cpu})), rates)
+            for backend in (Aside("cpu", "cpu:1"), LATE)
         )
-        assert beside == pytest.approx(seconds, abs=0.01), calls
+        assert overlapped == pytest.approx(seconds, abs=0.01), calls
         assert sync == pytest.approx(seconds + hidden, abs=0.01), calls
 
 
@@ -170,8 +175,8 @@ def test_a_gpu_copies_on_a_stream_after_its_kernels_into_locked_memory(
     monkeypatch.setattr(cuda_streams, "STREAMS", {})
     monkeypatch.setattr(Apart, "recorded", lambda self, made, calls: calls)
     monkeypatch.setattr(Apart, "reserve", lambda self, made: None)
-    far = Apart("cuda", "cpu")
-    placed = chain(far)
+    far_backend = Apart("cuda", "cpu")
+    placed = chain(far_backend)
     session = pt.Session()
     run = session.executor(placed)
     locked = session.buffer("host").nbytes
@@ -196,15 +201,15 @@ def test_arrays_of_any_type_travel_both_ways(dtype: Dtype, monkeypatch: pytest.M
     cuda = Cuda()
     monkeypatch.setattr(cuda_streams, "cuda_of", lambda device: cuda)
     monkeypatch.setattr(cuda_streams, "STREAMS", {})
-    far, spec = Apart("cuda", "cpu"), pt.Spec((3, 32), dtype)
+    far_backend, spec = Apart("cuda", "cpu"), pt.Spec((3, 32), dtype)
     raw = np.random.default_rng(0).integers(0, 255, spec.nbytes, dtype=np.uint8)
-    here = cpu.view(raw, 0, spec, spec.strides)
-    there = far.view(far.alloc(spec.nbytes), 0, spec, spec.strides)
+    host_array = cpu.view(raw, 0, spec, spec.strides)
+    device_array = far_backend.view(far_backend.alloc(spec.nbytes), 0, spec, spec.strides)
     back = cpu.view(cpu.alloc(spec.nbytes), 0, spec, spec.strides)
-    far.begin(there, here, cpu)
-    far.arrived()
-    far.begin(back, there, cpu)
-    far.arrived()
+    far_backend.begin(device_array, host_array, cpu)
+    far_backend.arrived()
+    far_backend.begin(back, device_array, cpu)
+    far_backend.arrived()
     assert back.tobytes() == raw.tobytes()
 
 

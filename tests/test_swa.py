@@ -15,16 +15,16 @@ from tests.real import BASE
 
 def scores(path: Path, text: np.ndarray, chunk: int, *, swa_full: bool) -> tuple[np.ndarray, int]:
     """−log p of each token after the first, and the cells of the ring."""
-    made = Context(path, cells=len(text), rows=chunk, swa_full=swa_full)
-    found = list[float]()
+    ctx = Context(path, cells=len(text), rows=chunk, swa_full=swa_full)
+    neg_logprobs = list[float]()
     for at in range(0, len(text), chunk):
-        here = text[at : at + chunk].tolist()
-        logits = made.decode(here, wanted=range(len(here))).astype(np.float64)
+        chunk_tokens = text[at : at + chunk].tolist()
+        logits = ctx.decode(chunk_tokens, wanted=range(len(chunk_tokens))).astype(np.float64)
         logits -= logits.max(-1, keepdims=True)
         logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
-        next = text[at + 1 : at + 1 + len(here)]
-        found += (-logits[np.arange(len(next)), next]).tolist()
-    return np.array(found), made.cache.ring
+        next = text[at + 1 : at + 1 + len(chunk_tokens)]
+        neg_logprobs += (-logits[np.arange(len(next)), next]).tolist()
+    return np.array(neg_logprobs), ctx.cache.ring
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 32])
@@ -61,7 +61,7 @@ def test_blocks_with_windows_and_without_in_every_order(tmp_path: Path, pattern:
     save_model(tmp_path / "m.gguf", made, vocabulary(), values.__getitem__, name="random")
     text = np.random.default_rng(1).integers(3, 300, 96).tolist()
     for cells, sequences in product((40, 80, 256), (1, 3)):
-        found = []
+        logits = []
         for swa_full in (False, True):
             made = Context(
                 tmp_path / "m.gguf",
@@ -78,6 +78,6 @@ def test_blocks_with_windows_and_without_in_every_order(tmp_path: Path, pattern:
             made.restore(made.save())
             made.remove(0, 22)
             at = np.concatenate((at, made.decode(text[40:44], 0)))
-            kept = made.reuse(0, text[:12])
-            found.append(np.concatenate((at, made.decode(text[kept:12], 0))))
-        assert np.array_equal(*found), (cells, sequences)
+            num_reused = made.reuse(0, text[:12])
+            logits.append(np.concatenate((at, made.decode(text[num_reused:12], 0))))
+        assert np.array_equal(*logits), (cells, sequences)

@@ -170,8 +170,8 @@ def test_a_hostile_template_is_refused_in_one_line(source: str):
 
 def test_a_template_may_change_lists_of_its_own():
     """As Kimi K2's keep ids of calls for their results."""
-    made = "{% set ns = namespace(ids=[]) %}{% for m in messages %}{% set _ = ns.ids.append(m.role) %}{% endfor %}"
-    assert rendered(made + "{{ ns.ids.pop(0) }}{{ ns.ids }}") == "user['assistant', 'user']"
+    source = "{% set ns = namespace(ids=[]) %}{% for m in messages %}{% set _ = ns.ids.append(m.role) %}{% endfor %}"
+    assert rendered(source + "{{ ns.ids.pop(0) }}{{ ns.ids }}") == "user['assistant', 'user']"
 
 
 def test_what_a_template_is_given_may_be_deep():
@@ -192,13 +192,13 @@ def test_what_leads_out_of_the_sandbox_is_nothing(source: str):
     "{{ 9 ** (9 ** 9) if tools }}",
 ])  # fmt: skip
 def test_an_endless_template_is_ended_and_another_goes_on(source: str):
-    template, began = (
+    template, start = (
         ChatTemplate(f"{{% if tools %}}{source}{{% endif %}}x", seconds=2.0),
         time.monotonic(),
     )
     with pytest.raises(TemplateError, match="took longer than 2 s"):
         template.render(TURNS, tools=TOOLS)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
     if "**" not in source:  # a constant is computed when the template is read
         assert template.render(TURNS) == "x"
 

@@ -27,17 +27,19 @@ def test_build_train_and_generate():
     graph = training({"loss": loss.loss}, list(weights.values()), optimizer, max_norm=1.0)
     logits, handles = generation(CONFIG, weights, 1, Cache(CELLS))
     session = Session()
-    step, decode = (_bind(session, made) for made in (graph, Graph([logits], handles)))
+    step, decode = (
+        _bind(session, model_graph) for model_graph in (graph, Graph([logits], handles))
+    )
     session.set(transformer.initial(CONFIG))
 
     text = np.arange(TIME + 1, dtype=np.int32)[None] % 5
-    line = np.arange(TIME, dtype=np.int32)[None]
+    positions = np.arange(TIME, dtype=np.int32)[None]
     batch = {
         "tokens": text[:, :-1],
         "targets": text[:, 1:],
         "weights": np.full((1, TIME), 1 / TIME, np.float32),
-        "pos": line,
-        "seq": np.zeros_like(line),
+        "pos": positions,
+        "seq": np.zeros_like(positions),
     }
     losses = [float(step(batch | optimizer.inputs(t))["loss"]) for t in range(1, 21)]
     assert losses[0] > losses[1] > losses[2]

@@ -60,11 +60,11 @@ def real_tokenizer(name: str) -> Tokenizer:
 @real
 def test_the_vectors_of_llama_cpp(name: str):
     tokenizer = real_tokenizer(name)
-    given = (VECTORS / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode()
-    wanted = (VECTORS / f"ggml-vocab-{name}.gguf.out").read_text().split("\n")
-    inputs = given.split("\n__ggml_vocab_test__\n")
-    assert len(inputs) == len(wanted) == 47
-    for text, line in zip(inputs, wanted, strict=True):
+    input_text = (VECTORS / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode()
+    expected_lines = (VECTORS / f"ggml-vocab-{name}.gguf.out").read_text().split("\n")
+    inputs = input_text.split("\n__ggml_vocab_test__\n")
+    assert len(inputs) == len(expected_lines) == 47
+    for text, line in zip(inputs, expected_lines, strict=True):
         ids = [int(id) for id in line.split()]
         assert tokenizer.encode(text, bos=False, special=False) == ids, repr(text)
         assert tokenizer.encode(text) == [tokenizer.bos, *ids], repr(text)
@@ -180,10 +180,10 @@ def test_texts_that_end_generation_are_control_tokens():
 def test_ids_that_files_leave_out():
     tokenizer = tiny(bos_token_id=NO_ID, eos_token_id=1)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.unk) == (1, 1, 0)
-    few = Tokenizer(metadata({"\u2581": (0.0, 1), "a": (0.0, 1)}, add_bos_token=False))
-    assert (few.bos, few.eos, few.unk, few.eot) == (1, None, 0, None)
+    minimal = Tokenizer(metadata({"\u2581": (0.0, 1), "a": (0.0, 1)}, add_bos_token=False))
+    assert (minimal.bos, minimal.eos, minimal.unk, minimal.eot) == (1, None, 0, None)
     with pytest.raises(TokenizerError, match="no eos token"):
-        few.encode("a", eos=True)
+        minimal.encode("a", eos=True)
 
 
 def test_without_byte_tokens_a_character_is_unknown_once():
@@ -248,10 +248,10 @@ def test_pieces_of_a_text_give_the_ids_of_the_whole(name: str):
 @pytest.mark.parametrize("unit", ["a", " ", "ab c", "\u00e9"])
 def test_long_texts_take_little_more_than_their_length(unit: str):
     tokenizer, text = tiny(), unit * (200_000 // len(unit))
-    began = time.thread_time()
+    start_time = time.thread_time()
     ids = tokenizer.encode(text)
     # one second here; with quadratic time it would be an hour
-    assert time.thread_time() - began < 10
+    assert time.thread_time() - start_time < 10
     assert tokenizer.decode(ids) == text
 
 
@@ -326,10 +326,10 @@ def test_half_a_surrogate_pair():
 
 @pytest.mark.parametrize("key", ["model", "tokens", "scores", "token_type"])
 def test_missing_keys(key: str):
-    given = metadata(TINY)
-    del given[f"tokenizer.ggml.{key}"]
+    incomplete = metadata(TINY)
+    del incomplete[f"tokenizer.ggml.{key}"]
     with pytest.raises(TokenizerError, match=rf"the metadata has no tokenizer\.ggml\.{key}"):
-        Tokenizer(given)
+        Tokenizer(incomplete)
 
 
 @pytest.mark.parametrize(

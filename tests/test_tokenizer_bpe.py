@@ -56,11 +56,11 @@ def spelled(tokenizer: Tokenizer, text: str, **how: Any) -> list[str]:
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2"])
 def test_the_vectors_of_llama_cpp(name: str):
     tokenizer = Tokenizer(GGUF(VECTORS / f"ggml-vocab-{name}.gguf").metadata)
-    given = (VECTORS / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode()
-    wanted = (VECTORS / f"ggml-vocab-{name}.gguf.out").read_text().split("\n")
-    inputs = given.split("\n__ggml_vocab_test__\n")
-    assert len(inputs) == len(wanted) == 47
-    for text, line in zip(inputs, wanted, strict=True):
+    input_text = (VECTORS / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode()
+    expected_lines = (VECTORS / f"ggml-vocab-{name}.gguf.out").read_text().split("\n")
+    inputs = input_text.split("\n__ggml_vocab_test__\n")
+    assert len(inputs) == len(expected_lines) == 47
+    for text, line in zip(inputs, expected_lines, strict=True):
         ids = [int(id) for id in line.split()]
         assert tokenizer.encode(text, bos=False, special=False) == ids, repr(text)
         assert tokenizer.decode(ids) == text
@@ -212,21 +212,21 @@ def test_every_byte_comes_back():
 
 
 def test_a_vocabulary_without_types_and_some_bytes():
-    given = metadata()
-    del given["tokenizer.ggml.token_type"]
-    assert spelled(Tokenizer(given), "ab<|x|>")[0] == "ab"
-    given["tokenizer.ggml.tokens"] = [*given["tokenizer.ggml.tokens"]]
-    given["tokenizer.ggml.tokens"][ord("c") - 33] = (
+    vocab_metadata = metadata()
+    del vocab_metadata["tokenizer.ggml.token_type"]
+    assert spelled(Tokenizer(vocab_metadata), "ab<|x|>")[0] == "ab"
+    vocab_metadata["tokenizer.ggml.tokens"] = [*vocab_metadata["tokenizer.ggml.tokens"]]
+    vocab_metadata["tokenizer.ggml.tokens"][ord("c") - 33] = (
         b"other"  # as in llama.cpp, what has no token is left out
     )
-    assert spelled(Tokenizer(given), "abcab") == ["ab", "ab"]
+    assert spelled(Tokenizer(vocab_metadata), "abcab") == ["ab", "ab"]
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_pieces_of_a_text_give_the_ids_of_the_whole(rule: str):
-    given = metadata(pre=rule, bos_token_id=0)
-    given["tokenizer.ggml.tokens"][-2] = b"b a\n"  # a user-defined token across words
-    tokenizer, draw = Tokenizer(given), random.Random(6)
+    vocab_metadata = metadata(pre=rule, bos_token_id=0)
+    vocab_metadata["tokenizer.ggml.tokens"][-2] = b"b a\n"  # a user-defined token across words
+    tokenizer, draw = Tokenizer(vocab_metadata), random.Random(6)
     units = [
         "a",
         "B",
@@ -255,10 +255,10 @@ def test_pieces_of_a_text_give_the_ids_of_the_whole(rule: str):
 @pytest.mark.parametrize("unit", ["a", " ", "\n ", "aB", "\u4e2d", "+"])
 def test_long_texts_take_little_more_than_their_length(rule: str, unit: str):
     tokenizer, text = tiny(pre=rule, bos_token_id=0), unit * (100_000 // len(unit))
-    began = time.thread_time()
+    start_time = time.thread_time()
     ids = tokenizer.encode(text, bos=False)
     # half a second here; with quadratic time it would be minutes
-    assert time.thread_time() - began < 10
+    assert time.thread_time() - start_time < 10
     assert tokenizer.decode(ids) == text
 
 

@@ -82,10 +82,10 @@ def test_results_can_be_left_out(name: str) -> None:
 @pytest.mark.parametrize("name", NOTHING)
 def test_axes_of_no_elements(name: str) -> None:
     graph = pt.Graph({"y": NOTHING[name]()})
-    given = checks.values(graph)
+    leaf_values = checks.values(graph)
     for backend in (THERE, *ELSEWHERE):
-        got = checks.run(graph, given, (backend,))
-        checks.all_close(got, pt.interpret(graph, given), name)
+        actual = checks.run(graph, leaf_values, (backend,))
+        checks.all_close(actual, pt.interpret(graph, leaf_values), name)
 
 
 @pytest.mark.parametrize("dtype", READABLE, ids=str)
@@ -95,23 +95,23 @@ def test_blocks_are_unpacked_bit_for_bit(dtype: Dtype) -> None:
     packed = rng.integers(0, 256, (64, 5 * dtype.block_nbytes), np.uint8).view(dtype.numpy)
     w = pt.constant("w", packed, dtype)
     graph = pt.Graph({"y": ops.cast(w, dtype=f32)})
-    want = dequantize(packed)
+    expected = dequantize(packed)
     for backend in (THERE, *ELSEWHERE):
-        got = checks.run(graph, {}, (backend,))["y"]
+        actual = checks.run(graph, {}, (backend,))["y"]
         np.testing.assert_array_equal(
-            got.view(np.int32)[~np.isnan(want)], want.view(np.int32)[~np.isnan(want)]
+            actual.view(np.int32)[~np.isnan(expected)], expected.view(np.int32)[~np.isnan(expected)]
         )
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
 
 
 def test_an_input_with_an_axis_of_one_element_is_overwritten() -> None:
     """Whatever its stride is, which says nothing."""
-    wide = ops.broadcast_to(ops.tanh(pt.input("x", (1, 16))), shape=(1, 16))
-    graph = pt.Graph({"y": ops.sqr(wide)})
-    given = values(graph)
-    want = checks.run(graph, given)
+    broadcast = ops.broadcast_to(ops.tanh(pt.input("x", (1, 16))), shape=(1, 16))
+    graph = pt.Graph({"y": ops.sqr(broadcast)})
+    leaf_values = values(graph)
+    expected = checks.run(graph, leaf_values)
     for backend in (THERE, *ELSEWHERE):
-        checks.all_close(checks.run(graph, given, (backend,)), want, backend.name)
+        checks.all_close(checks.run(graph, leaf_values, (backend,)), expected, backend.name)
 
 
 def test_random_numbers_are_those_of_the_cpu() -> None:
@@ -121,21 +121,21 @@ def test_random_numbers_are_those_of_the_cpu() -> None:
     for seed in (0, -5, 1 << 62):
         key = pt.constant("key", np.array([seed, 9]), pt.i64)
         graph = pt.Graph({"y": ops.dropout(x, key, p=0.3, stream=0xDEADBEEF)})
-        given = {"x": np.ones(n, np.float32)}
+        inputs = {"x": np.ones(n, np.float32)}
         checks.same_bits(
-            checks.run(graph, given, (THERE,)), checks.run(graph, given), f"seed {seed}"
+            checks.run(graph, inputs, (THERE,)), checks.run(graph, inputs), f"seed {seed}"
         )
 
 
 def test_ids_outside_are_reported_as_on_the_cpu() -> None:
     w, ids = pt.weight("w", (4, 3)), pt.input("ids", (2,), pt.i32)
     graph = pt.Graph({"y": ops.get_rows(w, ids)})
-    given = {"w": np.zeros((4, 3), np.float32), "ids": np.array([0, 4], np.int32)}
+    inputs = {"w": np.zeros((4, 3), np.float32), "ids": np.array([0, 4], np.int32)}
     for backend in (backends.cpu, THERE, *ELSEWHERE):
         with pytest.raises(
             IndexError, match="get_rows: index 4 at position 1 is outside the 4 rows"
         ):
-            checks.run(graph, given, (backend,))
+            checks.run(graph, inputs, (backend,))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_ids_outside_are_reported_as_on_the_cpu() -> None:
 
 def every(name: str) -> Iterator[Call]:
     yield from samples(name)
-    yield from (one.call for one in typed(name))
+    yield from (typed_case.call for typed_case in typed(name))
 
 
 @pytest.mark.parametrize("name", COMPUTED)
@@ -151,12 +151,12 @@ def test_temporaries_stay_within_what_is_declared(name: str) -> None:
     for call in every(name):
         declared = sum(s.nbytes for s in THERE.workspaces(call.op, call.inputs, call.attrs))
         graph = pt.Graph({str(i): t for i, t in enumerate(call.inputs) if t is not None})
-        made = pt.interpret(graph, values(graph_of(call.results)), np.float32)
-        given = [None if t is None else made[str(i)] for i, t in enumerate(call.inputs)]
+        leaf_values = pt.interpret(graph, values(graph_of(call.results)), np.float32)
+        arguments = [None if t is None else leaf_values[str(i)] for i, t in enumerate(call.inputs)]
         fresh = [np.empty(t.dtype.array_shape(t.shape), t.dtype.numpy) for t in call.results]
-        wrote = [given[i] for i in call.op.writes]
-        results = (*wrote, *fresh[len(wrote) :])
-        tensors = [seen(x) for x in (results if call.several else results[0], *given)]
+        written_inputs = [arguments[i] for i in call.op.writes]
+        results = (*written_inputs, *fresh[len(written_inputs) :])
+        tensors = [seen(x) for x in (results if call.several else results[0], *arguments)]
         call.op.kernels["torch"].run(*tensors, **call.attrs)  # tables of types are made once
         with measuring.meter()() as count:
             call.op.kernels["torch"].run(*tensors, **call.attrs)
@@ -185,19 +185,19 @@ def test_a_memory_apart_holds_any_array() -> None:
     """Views at offsets, of any strides and no elements; what was written is read."""
     buffer = FAR.alloc(1000)
     spec = pt.Spec((3, 5), f32)
-    turned = FAR.view(buffer, 512, spec, (4, 12))
+    transposed = FAR.view(buffer, 512, spec, (4, 12))
     values = np.arange(15, dtype=np.float32).reshape(3, 5)
-    FAR.write(turned, values)
-    np.testing.assert_array_equal(FAR.read(turned), values)
+    FAR.write(transposed, values)
+    np.testing.assert_array_equal(FAR.read(transposed), values)
     flat = FAR.view(buffer, 512, pt.Spec((15,), f32), (4,))
     np.testing.assert_array_equal(FAR.read(flat), values.T.reshape(-1))
-    assert FAR.overlap(flat, turned) and FAR.finite(flat)
-    other = FAR.view(buffer, 512 + 64, pt.Spec((2,), pt.i64), (8,))
+    assert FAR.overlap(flat, transposed) and FAR.finite(flat)
+    other_view = FAR.view(buffer, 512 + 64, pt.Spec((2,), pt.i64), (8,))
     none = FAR.view(buffer, 0, pt.Spec((0, 5), f32), (20, 4))
-    assert not FAR.overlap(flat, other) and FAR.read(none).shape == (0, 5)
+    assert not FAR.overlap(flat, other_view) and FAR.read(none).shape == (0, 5)
     FAR.fill(flat, 255)
     assert not FAR.finite(flat) and FAR.window(flat) is None
-    assert not FAR.read(other).any()
+    assert not FAR.read(other_view).any()
 
 
 def test_what_a_device_has_not_is_held_as_bytes() -> None:
@@ -206,14 +206,14 @@ def test_what_a_device_has_not_is_held_as_bytes() -> None:
     (call,) = (
         c for c in samples("draw") if c.inputs[0] is not None and c.inputs[0].shape == (7, 5)
     )
-    given = [
+    operands = [
         pt.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(call.inputs) if t is not None
     ]
-    graph = pt.Graph({"y": ops.draw(*given), "z": ops.scale(given[1], by=2.0)})
-    made = {f"x{i}": t.value for i, t in enumerate(call.inputs) if t is not None}
+    graph = pt.Graph({"y": ops.draw(*operands), "z": ops.scale(operands[1], by=2.0)})
+    leaf_values = {f"x{i}": t.value for i, t in enumerate(call.inputs) if t is not None}
     with pytest.warns(UserWarning, match=r"no kernel of \['mps'\] for \['draw'\]; using numpy's"):
-        got = checks.run(graph, made, (poor,))
-    checks.same_bits(got, checks.run(graph, made), "draw")
+        actual = checks.run(graph, leaf_values, (poor,))
+    checks.same_bits(actual, checks.run(graph, leaf_values), "draw")
 
 
 # ---- devices -------------------------------------------------------------------------------------------------
@@ -259,10 +259,10 @@ def close(got: np.ndarray, want: np.ndarray, count: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_training_is_that_of_the_cpu(folder: Path, device: str) -> None:
-    given = {"preset": "1m", "iters": 50, "ctx": 32, "batch_size": 4, "lr": 3e-4}
-    want = losses("cpu", folder, **given)
-    close(losses(device, folder, **given), want, 50)
-    assert want[-1] < 0.7 * want[0]
+    options = {"preset": "1m", "iters": 50, "ctx": 32, "batch_size": 4, "lr": 3e-4}
+    expected = losses("cpu", folder, **options)
+    close(losses(device, folder, **options), expected, 50)
+    assert expected[-1] < 0.7 * expected[0]
 
 
 @pytest.fixture(scope="module")
@@ -293,42 +293,42 @@ def tuned(folder: Path, base: Path, device: str, iters: int = 12, **more: Any) -
 def written(base: Path, device: str) -> tuple[list[int], np.ndarray]:
     """Greedy tokens, and losses of a text."""
     ids = pt.generate(base, "bal cem", n_predict=24, temp=0, device=device).ids
-    lost = pt.evaluate(base, base.parent / "text.txt", ctx=32, device=device).losses[str(base)]
-    return list(ids), lost
+    losses = pt.evaluate(base, base.parent / "text.txt", ctx=32, device=device).losses[str(base)]
+    return list(ids), losses
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lora_on_a_quantized_file_is_that_of_the_cpu(folder: Path, base: Path, device: str) -> None:
-    want = tuned(folder, base, "cpu", 50)
-    close(tuned(folder, base, device, 50), want, 50)
-    assert want[-1] < 0.7 * want[0]
+    expected = tuned(folder, base, "cpu", 50)
+    close(tuned(folder, base, device, 50), expected, 50)
+    assert expected[-1] < 0.7 * expected[0]
 
 
 @pytest.mark.real
 def test_lora_on_the_real_base_is_that_of_the_cpu(folder: Path) -> None:
-    want, got = (
+    expected, actual = (
         tuned(folder, BASE, d, 2, merge="none", val_split=0.0) for d in ("cpu", "torch:cpu")
     )
-    close(got, want, 2)
-    assert want[-1] < want[0]
+    close(actual, expected, 2)
+    assert expected[-1] < expected[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_generation_gives_the_same_tokens(base: Path, device: str) -> None:
-    (ids, lost), (want, losses) = (written(base, d) for d in (device, "cpu"))
-    assert ids == want and len(ids) == 24
-    np.testing.assert_allclose(lost, losses, rtol=1e-4, atol=1e-4)
+    (ids, device_losses), (expected_ids, losses) = (written(base, d) for d in (device, "cpu"))
+    assert ids == expected_ids and len(ids) == 24
+    np.testing.assert_allclose(device_losses, losses, rtol=1e-4, atol=1e-4)
 
 
 def test_a_memory_apart_gives_the_same_bits(
     folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same kernels on views of one tensor, and the base copied there."""
-    here = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
+    local_results = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
     monkeypatch.setitem(DEVICES_OF_TORCH, "torch:cpu", Apart("torch:cpu", "cpu"))
-    there = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
-    for got, want in zip(there, here, strict=True):
-        np.testing.assert_array_equal(got, want)
+    remote_results = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
+    for actual, expected in zip(remote_results, local_results, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -336,31 +336,37 @@ def test_a_memory_apart_gives_the_same_bits(
 def test_gradients_of_every_architecture(name: str, device: str) -> None:
     config = CONFIGS[name]
     leaves = transformer.weights(config)
-    made = transformer.loss(config, leaves, 2, 20, chunk=16)
-    found = pt.differentiate(made.loss, [w for w in leaves.values() if w.role != "table"])
-    graph = pt.Graph({"losses": made.losses, **{f"d/{w.name}": d for w, d in found.items()}})
+    loss_graph = transformer.loss(config, leaves, 2, 20, chunk=16)
+    gradients = pt.differentiate(loss_graph.loss, [w for w in leaves.values() if w.role != "table"])
+    graph = pt.Graph(
+        {"losses": loss_graph.losses, **{f"d/{w.name}": d for w, d in gradients.items()}}
+    )
     read = {leaf.label for leaf in graph.leaves}
     weights = {n: w for n, w in random_weights(config).items() if n in read}
     batch = models.batch(config, 2, 20)
-    got, want = (
+    actual, expected = (
         models.bind(graph, weights, backend=b)(batch)
         for b in (DEVICES_OF_TORCH[device], backends.cpu)
     )
-    far = [n for n in want if checks.apart(got[n], want[n]) > checks.limit(got[n])]
-    near = [n for n in want if n not in far]
-    checks.all_close({n: got[n] for n in near}, {n: want[n] for n in near}, name)
-    if not far:
+    far_names = [
+        n for n in expected if checks.apart(actual[n], expected[n]) > checks.limit(actual[n])
+    ]
+    near_names = [n for n in expected if n not in far_names]
+    checks.all_close({n: actual[n] for n in near_names}, {n: expected[n] for n in near_names}, name)
+    if not far_names:
         return
     # f32 can be no nearer to float64 than its weights' own rounding lets it: where one ulp of each moves a gradient
     # further than the limit, that is how far PyTorch may be
     true = interpret(graph, {**weights, **batch})
     moved = [interpret(graph, {**an_ulp_off(weights, seed), **batch}) for seed in range(3)]
-    for n in far:
+    for n in far_names:
         want_32 = np.asarray(true[n], np.float32)
-        off = checks.apart(got[n], want_32)
-        room = max(checks.apart(np.asarray(one[n], np.float32), want_32) for one in moved)
-        assert off <= max(room, checks.limit(got[n])), (
-            f"{name}: {n}: off by {off:.3g}, an ulp of the weights moves it by {room:.3g}"
+        error = checks.apart(actual[n], want_32)
+        ulp_error = max(
+            checks.apart(np.asarray(perturbed[n], np.float32), want_32) for perturbed in moved
+        )
+        assert error <= max(ulp_error, checks.limit(actual[n])), (
+            f"{name}: {n}: off by {error:.3g}, an ulp of the weights moves it by {ulp_error:.3g}"
         )
 
 
@@ -394,7 +400,7 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
     """Each call within its own workspace, or within the pool of its device, and nothing of it is left when it ends: its
     results are in the arena."""
     counts = list[tuple[str, int, int, int]]()
-    plain = Executor._run
+    original_run = Executor._run
 
     def counted(self: Executor, calls: list[Any], stop: Any, turns: Any) -> None:
         pool = self.plan.arena("far").pool_nbytes
@@ -409,8 +415,8 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
 
             return meted
 
-        plain(
-            self, [one(*both) for both in zip(self.placed.steps, calls, strict=True)], stop, turns
+        original_run(
+            self, [one(*pair) for pair in zip(self.placed.steps, calls, strict=True)], stop, turns
         )
 
     for backend in (THERE, FAR):
@@ -418,9 +424,9 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(Executor, "_run", counted)
             steps(Target.of(backend))
-        over = [one for one in counts if one[1] > one[2] or one[3]]
-        assert counts and not over, (backend.name, over)
-    assert any(most for _, most, _, _ in counts), "the meter saw nothing"
+        exceeded = [one for one in counts if one[1] > one[2] or one[3]]
+        assert counts and not exceeded, (backend.name, exceeded)
+    assert any(max_nbytes for _, max_nbytes, _, _ in counts), "the meter saw nothing"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -443,7 +449,7 @@ class Others(Host):
 
 
 def test_each_op_alone_runs_among_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = steps(backends.CPU)
+    expected = steps(backends.CPU)
     placed = make_plans(SHAPE, AdamW()).placed["step"]
     names = sorted({step.op.name for step in placed.steps})
     assert len(names) > 15
@@ -461,7 +467,7 @@ def test_each_op_alone_runs_among_those_of_the_cpu(monkeypatch: pytest.MonkeyPat
         on = Target((Some("torch:cpu"), Others("cpu")))
         backs = {s.backend.name for s in make_plans(SHAPE, AdamW(), target=on).placed["step"].steps}
         assert backs == {"cpu", "torch:cpu"}, (name, backs)
-        np.testing.assert_allclose(steps(on, 2), want[:2], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(steps(on, 2), expected[:2], rtol=1e-5, err_msg=name)
 
 
 def test_a_graph_that_is_cut_anywhere_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,23 +478,27 @@ def test_a_graph_that_is_cut_anywhere_gives_the_same(monkeypatch: pytest.MonkeyP
         y = ops.rms_norm(ops.add(y, ops.silu(ops.matmul(y, w))), eps=1e-5)
     loss = ops.sum(ops.mul(y, y))
     graph = pt.Graph({"loss": loss, "dw": pt.differentiate(loss, [w])[w]})
-    given = values(graph)
-    want = checks.run(graph, given)
+    leaf_values = values(graph)
+    expected = checks.run(graph, leaf_values)
     calls = [call for call in graph.calls if not call.op.view]
-    whole = THERE.kernel
+    original_kernel = THERE.kernel
 
     for count in range(len(calls) + 1):
         ours = [call.inputs for call in calls[:count]]
 
         def kernel(self, op, inputs, ours=ours):  # type: ignore[no-untyped-def]
-            return whole(op, inputs) if any(inputs is one for one in ours) else None
+            return (
+                original_kernel(op, inputs)
+                if any(inputs is call_inputs for call_inputs in ours)
+                else None
+            )
 
         monkeypatch.setattr(Some, "kernel", kernel)
         placed = place(graph, Target((Some("torch:cpu"), backends.cpu)))
         assert sum(s.backend.name == "torch:cpu" for s in placed.steps) == count
         assert len(placed.steps) == len(calls) and {b.space for b in placed.home.values()} == {HOST}
         checks.all_close(
-            checks.execute(pt.Session().executor(placed), given), want, f"cut at {count}"
+            checks.execute(pt.Session().executor(placed), leaf_values), expected, f"cut at {count}"
         )
 
 
@@ -502,9 +512,9 @@ def test_a_run_keeps_to_its_plan(folder: Path) -> None:
         "work = max(b.nbytes for b in plans.plans['step'].buffers if b.category == 'workspace');"
         "print(done.peak_nbytes, plans.total_nbytes, work)"
     )
-    made = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script, str(folder)], capture_output=True, text=True
     )
-    assert made.returncode == 0, made.stderr
-    peak, planned, work = map(int, made.stdout.split())
+    assert completed.returncode == 0, completed.stderr
+    peak, planned, work = map(int, completed.stdout.split())
     assert work > 4 << 20 and 0.9 * planned < peak <= planned

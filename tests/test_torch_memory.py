@@ -30,28 +30,28 @@ def taken(work: Callable[..., Any], *given: Any, **named: Any) -> int:
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         work(*given, **named)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
+    current_nbytes = max_nbytes = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+        current_nbytes += event.nbytes()
+        max_nbytes = max(max_nbytes, current_nbytes)
+    return max_nbytes
 
 
 def taken_by(call: Call) -> int:
     op, inputs, attrs = call.op, call.inputs, call.attrs
-    given = [t and empty(t.spec, t.strides, "cpu") for t in inputs]
+    tensors = [t and empty(t.spec, t.strides, "cpu") for t in inputs]
     ruled = op.rule(*inputs, **attrs)
     specs = ruled if isinstance(ruled, tuple) else (ruled,)
-    wrote = [given[i] for i in op.writes]
+    wrote = [tensors[i] for i in op.writes]
     results = (*wrote, *(empty(spec, spec.strides, "cpu") for spec in specs[len(wrote) :]))
-    one = results if len(results) > 1 or op.writes else results[0]
-    return taken(op.kernels["torch"].run, one, *given, **attrs)
+    output = results if len(results) > 1 or op.writes else results[0]
+    return taken(op.kernels["torch"].run, output, *tensors, **attrs)
 
 
 @pytest.mark.parametrize("name", [n for n in TORCH_OPS if n not in NOT_COUNTED])
 def test_what_a_kernel_takes_is_counted(name: str) -> None:
     backends.backend("torch:cpu")
-    beyond = []
+    excess = []
     for sample in getattr(ops, name).sample_rule():
         call = (sample[0] if isinstance(sample, tuple) else sample).call
         if call.op.kernels.get("torch") is None:
@@ -59,8 +59,8 @@ def test_what_a_kernel_takes_is_counted(name: str) -> None:
         planned = measured(call.op, call.inputs, dict(call.attrs)).nbytes
         nbytes = taken_by(call)
         if nbytes > BEYOND.get(name, 1.0) * planned + ALLOWED_NBYTES:
-            beyond.append((call.op.name, [t and t.spec for t in call.inputs], nbytes, planned))
-    assert not beyond
+            excess.append((call.op.name, [t and t.spec for t in call.inputs], nbytes, planned))
+    assert not excess
 
 
 def test_long_attention_is_counted() -> None:
@@ -100,13 +100,17 @@ print(peak.nbytes - before, private_nbytes() - before)
 
 @pytest.mark.parametrize("shape", [(2048, 768, 3072), (3072, 2048, 4096), (256, 8192, 256)])
 def test_products_take_what_is_counted_and_keep_nothing(shape: tuple[int, int, int]) -> None:
-    given = [sys.executable, "-c", PRODUCT, *map(str, shape)]
-    done = subprocess.run(given, capture_output=True, text=True, check=True)
-    most, left = map(int, done.stdout.split())
+    command = [sys.executable, "-c", PRODUCT, *map(str, shape)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak_nbytes, left_nbytes = map(int, done.stdout.split())
     m, k, n = shape
     args = torch.empty(m, k, device="meta"), torch.empty(k, n, device="meta")
     planned = unseen_nbytes(torch.ops.aten.mm.default, args)
-    assert most <= planned + (1 << 19) and left <= 1 << 19, (most, planned, left)
+    assert peak_nbytes <= planned + (1 << 19) and left_nbytes <= 1 << 19, (
+        peak_nbytes,
+        planned,
+        left_nbytes,
+    )
 
 
 def test_tiles_and_blocks_are_no_part_of_other_functions() -> None:

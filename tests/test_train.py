@@ -69,13 +69,13 @@ def assert_resumes(tuned, losses, folder, capsys):
     tuned(output, *flags)  runs finetune and returns its exit code
     losses(output)         those of its steps
     """
-    whole, stopped = folder / "whole.gguf", folder / "stopped.gguf"
-    assert tuned(whole, "--iters", "6") == 0
+    uninterrupted, stopped = folder / "whole.gguf", folder / "stopped.gguf"
+    assert tuned(uninterrupted, "--iters", "6") == 0
     with signal_after(3):
         assert tuned(stopped, "--iters", "6") == 130
     assert tuned(stopped, "--iters", "6", "--resume") == 0, said(capsys)
-    assert losses(whole) == losses(stopped)
-    first, second = (weights(path) for path in (whole, stopped))
+    assert losses(uninterrupted) == losses(stopped)
+    first, second = (weights(path) for path in (uninterrupted, stopped))
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
@@ -100,8 +100,12 @@ def test_a_run_leaves_a_model_and_all_about_it(data, tmp_path, capsys):
     assert end["event"] == "end" and end["baseline_bytes"] < end["peak_bytes"]
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["total_bytes"] == end["planned_bytes"]
-    kept = yaml.safe_load((folder / "run.yaml").read_text())
-    assert kept["iters"] == 12 and kept["dim"] == 32 and kept["data"] == str(data.absolute())
+    run_settings = yaml.safe_load((folder / "run.yaml").read_text())
+    assert (
+        run_settings["iters"] == 12
+        and run_settings["dim"] == 32
+        and run_settings["data"] == str(data.absolute())
+    )
     for part in ("weights", "arena", "total", "expected", "step 12/12", "memory: peak"):
         assert part in text
     assert main(["generate", str(output), "-p", "The", "-n", "4", "--temp", "0"]) == 0
@@ -138,11 +142,11 @@ def test_a_budget_changes_no_data_and_resumes_bit_for_bit(data, tmp_path):
     even = ["--lr-scheduler", "constant", "--warmup-ratio", "0", "--steps-per-eval", "2"]
 
     def run(name: str, steps: int, *more: str) -> str:
-        made = arguments(
+        args = arguments(
             data, tmp_path / f"{name}.gguf", *wide, *even, "--iters", str(steps), *more
         )
         done = subprocess.run(
-            [sys.executable, "-m", "packtrain", *made], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "packtrain", *args], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stderr
@@ -207,11 +211,11 @@ def test_samples_are_written_during_the_run(data, tmp_path, capsys):
 
 
 def test_plan_prints_and_runs_nothing(data, tmp_path, capsys):
-    made = tmp_path / "plan.json"
+    plan_path = tmp_path / "plan.json"
     run = arguments(data, tmp_path / "m.gguf")[1:]
-    assert main(["plan", "train", *run, "--json", str(made)]) == 0
+    assert main(["plan", "train", *run, "--json", str(plan_path)]) == 0
     printed = capsys.readouterr().out
-    plan = json.loads(made.read_text())
+    plan = json.loads(plan_path.read_text())
     assert "weights" in printed and "tokens/s" in printed
     parts = ("weights_bytes", "state_bytes", "gradient_bytes", "arena_bytes", "loop_bytes")
     assert plan["total_bytes"] == plan["baseline_bytes"] + sum(plan[part] for part in parts)
@@ -223,9 +227,11 @@ def test_plan_prints_and_runs_nothing(data, tmp_path, capsys):
 def test_the_total_of_a_plan_is_not_exceeded(data, tmp_path):
     """Watched from outside, without a limit: a vocabulary is written that takes megabytes, and samples are."""
     vocab, output = tmp_path / "vocab.gguf", tmp_path / "m.gguf"
-    more = {f"<word {i:06}>": 1 for i in range(100_000)}
+    extra_tokens = {f"<word {i:06}>": 1 for i in range(100_000)}
     write(
-        vocab, {"general.architecture": Value("string", "llama"), **vocabulary(TOKENS | more)}, {}
+        vocab,
+        {"general.architecture": Value("string", "llama"), **vocabulary(TOKENS | extra_tokens)},
+        {},
     )
     options = [
         "--vocab",
@@ -341,8 +347,8 @@ def test_bad_settings_files(data, tmp_path, capsys):
         assert part in refused(capsys, arguments(data, tmp_path / "m.gguf", "--config", str(path)))
     path.write_text("lr: 1e-3\niters: 2\nvocab_size: 320\n")
     assert main(arguments(data, tmp_path / "m.gguf", "--config", str(path), "--iters", "1")) == 0
-    kept = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
-    assert kept["lr"] == 1e-3 and kept["iters"] == 1
+    run_settings = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
+    assert run_settings["lr"] == 1e-3 and run_settings["iters"] == 1
 
 
 def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, capsys):
@@ -390,8 +396,8 @@ def test_links_are_followed_and_devices_left_alone(data, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.gguf")
     line = refused(capsys, arguments(data, tmp_path / "pipe.gguf", "--overwrite"))
     assert "not a regular file" in line
-    for name, why in (("", "--output is empty"), (".", "is a folder"), ("/", "is a folder")):
-        assert why in refused(capsys, arguments(data, name))
+    for name, message in (("", "--output is empty"), (".", "is a folder"), ("/", "is a folder")):
+        assert message in refused(capsys, arguments(data, name))
 
 
 def test_a_run_outlives_whoever_reads_of_it(data, tmp_path):
@@ -407,8 +413,8 @@ def test_streams_that_are_closed_or_narrow(data, tmp_path):
     )
     assert narrow.returncode == 0 and b"a step is 2 ? 32" in narrow.stdout
     closed = " ".join(["exec", *map(shlex.quote, plan), "2>&-"])
-    found = subprocess.run(["sh", "-c", closed], capture_output=True, text=True, check=False)
-    assert found.returncode == 0 and found.stdout.startswith("a step is")
+    completed = subprocess.run(["sh", "-c", closed], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0 and completed.stdout.startswith("a step is")
 
 
 def test_two_runs_do_not_share_a_folder(data, tmp_path, capsys):
@@ -495,8 +501,8 @@ def test_checkpoints_and_models_are_kept_by_number(data, tmp_path, capsys):
     )
     folder = tmp_path / "m.run"
     for stem in ("chk", "model"):
-        found = {path.name for path in folder.glob(f"{stem}-*.gguf")}
-        assert found == {f"{stem}-{n}.gguf" for n in (2, 4, 5, "LATEST")}
+        file_names = {path.name for path in folder.glob(f"{stem}-*.gguf")}
+        assert file_names == {f"{stem}-{n}.gguf" for n in (2, 4, 5, "LATEST")}
         newest = (folder / f"{stem}-5.gguf").read_bytes()
         assert (folder / f"{stem}-LATEST.gguf").read_bytes() == newest
     assert weights(folder / "model-LATEST.gguf") == weights(tmp_path / "m.gguf")
@@ -504,8 +510,8 @@ def test_checkpoints_and_models_are_kept_by_number(data, tmp_path, capsys):
     # back to step 2: the file is a checkpoint, and copying it changes no other
     before = (folder / "chk-5.gguf").read_bytes()
     (folder / "checkpoint.gguf").write_bytes((folder / "chk-2.gguf").read_bytes())
-    again = ["train", "-o", str(tmp_path / "m.gguf"), "--resume"]
-    assert main(again) == 0 and "step 3/5" in "\n".join(said(capsys))
+    resume_args = ["train", "-o", str(tmp_path / "m.gguf"), "--resume"]
+    assert main(resume_args) == 0 and "step 3/5" in "\n".join(said(capsys))
     assert (folder / "chk-5.gguf").exists() and len(before) > 0
     for bad in ("model.gguf", "a/ITERATION.gguf", "ITERATION.bin"):
         assert main(arguments(data, tmp_path / "n.gguf", "--save-name", bad)) == 2
@@ -532,26 +538,26 @@ def test_no_steps_write_the_model_as_it_begins_and_more_can_follow(data, tmp_pat
     output, other = tmp_path / "m.gguf", tmp_path / "n.gguf"
     assert main(arguments(data, output, "--iters", "0")) == 0, said(capsys)
     assert "the result is untouched: --iters 0 takes no step" in said(capsys)
-    begun = weights(output)
+    initial_weights = weights(output)
     assert main(["generate", str(output), "-p", "The", "-n", "2"]) == 0
     assert main(["train", "-o", str(output), "--resume", "--iters", "3"]) == 0
     assert main(arguments(data, other, "--iters", "3")) == 0
-    assert weights(output) == weights(other) != begun
+    assert weights(output) == weights(other) != initial_weights
 
 
 def test_norms_and_rope_are_as_asked_for(data, tmp_path, capsys):
     """Epsilon, base and scale are in the file, compute, and stay at --resume."""
-    output, plain = tmp_path / "m.gguf", tmp_path / "n.gguf"
+    output, plain_output = tmp_path / "m.gguf", tmp_path / "n.gguf"
     flags = ["--norm-rms-eps", "1e-3", "--rope-freq-base", "500", "--rope-freq-scale", "0.25"]
     assert main(arguments(data, output, "--iters", "2", *flags)) == 0, said(capsys)
-    assert main(arguments(data, plain, "--iters", "2")) == 0
+    assert main(arguments(data, plain_output, "--iters", "2")) == 0
     keys = GGUF(output).metadata
     assert keys["llama.attention.layer_norm_rms_epsilon"] == np.float32(1e-3)
     assert keys["llama.rope.freq_base"] == 500
     assert keys["llama.rope.scaling.type"] == "linear" and keys["llama.rope.scaling.factor"] == 4
-    assert weights(output) != weights(plain)
-    kept = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
-    assert [kept[n] for n in ("norm_rms_eps", "rope_freq_base", "rope_freq_scale")] == [
+    assert weights(output) != weights(plain_output)
+    run_settings = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
+    assert [run_settings[n] for n in ("norm_rms_eps", "rope_freq_base", "rope_freq_scale")] == [
         1e-3,
         500,
         0.25,
@@ -588,18 +594,32 @@ def test_each_of_rope_and_epsilon_changes_the_loss(data, tmp_path):
 def test_the_optimizer_may_change_when_a_run_is_resumed(data, tmp_path, capsys):
     """Moments are dropped, which is said; AdamW after SGD counts its own steps, as one that begins there would."""
     output, folder = tmp_path / "m.gguf", tmp_path / "m.run"
-    again = ["train", "-o", str(output), "--resume"]
+    resume_args = ["train", "-o", str(output), "--resume"]
     assert main(arguments(data, output, "--iters", "2")) == 0
-    assert main([*again, "--iters", "4", "--lr", "0.5"]) == 2 and "--lr was" in said(capsys)[-1]
-    assert main([*again, "--iters", "4", "--optimizer", "sgd", "--lr", "0.5"]) == 0, said(capsys)
+    assert (
+        main([*resume_args, "--iters", "4", "--lr", "0.5"]) == 2 and "--lr was" in said(capsys)[-1]
+    )
+    assert main([*resume_args, "--iters", "4", "--optimizer", "sgd", "--lr", "0.5"]) == 0, said(
+        capsys
+    )
     line = "--optimizer was adamw and is sgd: moments of adamw are dropped, and sgd begins without moments"
     assert line in said(capsys)
     assert not [n for n in GGUF(folder / "checkpoint.gguf").entries if n.startswith(("m/", "v/"))]
-    assert main([*again, "--iters", "5"]) == 0 and "dropped" not in "\n".join(said(capsys))
+    assert main([*resume_args, "--iters", "5"]) == 0 and "dropped" not in "\n".join(said(capsys))
     before = GGUF(folder / "checkpoint.gguf").array("blk.0.attn_q.weight").copy()
     assert (
         main(
-            [*again, "--iters", "6", "--optimizer", "adamw", "--lr", "0.01", "--weight-decay", "0"]
+            [
+                *resume_args,
+                "--iters",
+                "6",
+                "--optimizer",
+                "adamw",
+                "--lr",
+                "0.01",
+                "--weight-decay",
+                "0",
+            ]
         )
         == 0
     )

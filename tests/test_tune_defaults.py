@@ -56,8 +56,8 @@ def test_small_data_gets_small_steps_and_more_passes(examples, rows, batch_size,
 
 
 def test_what_is_asked_for_stays():
-    asked = replace(SETTINGS, lr=1e-5, batch_size=3, epochs=2.5)
-    assert completed(asked, 640, 82, 17) == asked
+    requested = replace(SETTINGS, lr=1e-5, batch_size=3, epochs=2.5)
+    assert completed(requested, 640, 82, 17) == requested
     steps = completed(replace(SETTINGS, iters=8), 640, 9_000, 4_000)
     assert (steps.batch_size, steps.epochs, steps.iters) == (4, None, 8)
     assert completed(replace(SETTINGS, iters=40), 640, 82, 17).batch_size == 1
@@ -95,15 +95,20 @@ def test_a_resumed_run_has_the_choices_of_its_beginning(tmp_path):
     (tmp_path / "mine.run").mkdir()
     run = tmp_path / "mine.run" / "run.yaml"
     run.write_text("lr: 0.0007\nbatch_size: 2\nepochs: 5.0\nlora_alpha: null\n")
-    begun = as_begun(resumed)
-    assert (begun.lr, begun.batch_size, begun.epochs) == (7e-4, 2, 5)
-    assert begun.lora_alpha is None
+    restored = as_begun(resumed)
+    assert (restored.lr, restored.batch_size, restored.epochs) == (7e-4, 2, 5)
+    assert restored.lora_alpha is None
     assert as_begun(replace(resumed, epochs=6.0)).epochs == 6
     # a run from before the defaults followed from the data
     run.write_text("lr: null\nbatch_size: 4\nepochs: null\niters: null\nlora_alpha: 32.0\n")
-    begun = as_begun(resumed)
-    assert (begun.lr, begun.batch_size, begun.epochs, begun.lora_alpha) == (None, 4, 1, 32)
-    assert completed(begun, 640, 82, 17).learning_rate == 2e-4
+    restored = as_begun(resumed)
+    assert (restored.lr, restored.batch_size, restored.epochs, restored.lora_alpha) == (
+        None,
+        4,
+        1,
+        32,
+    )
+    assert completed(restored, 640, 82, 17).learning_rate == 2e-4
 
 
 @pytest.mark.parametrize(("steps", "every"), [(4, 5), (40, 5), (51, 7), (300, 38), (10_000, 200)])

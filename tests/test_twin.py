@@ -44,16 +44,16 @@ def test_steps_and_validation_are_those_of_the_twin(tokens: Tokens, micros: int)
     engine.session.set(transformer.initial(CONFIG, 5))
     model = torch_llama.Llama(CONFIG, transformer.initial(CONFIG, 5))
     twin = torch_llama.Trained(model, torch_llama.optimizer(model, 5e-3), MAX_NORM)
-    got, want = list[float](), list[float]()
+    actual, expected = list[float](), list[float]()
     for step in range(1, STEPS + 1):
         batches = [train[(step - 1) * micros + i] for i in range(micros)]
         stepped = engine.step(batches, step, schedule.rate(step))
         assert stepped.norm > MAX_NORM
-        got.append(stepped.loss)
-        want.append(twin.step(batches, schedule.rate(step)))
-    whole = [valid[i] for i in range(len(valid))]
-    assert any(batch["seq"].any() for batch in whole)
-    assert min(batch["weights"].min() for batch in whole) == 0
-    got.append(engine.evaluate(whole).loss)
-    want.append(twin.evaluate(whole))
-    checks.close(np.array(got, np.float32), np.array(want, np.float32), "losses")
+        actual.append(stepped.loss)
+        expected.append(twin.step(batches, schedule.rate(step)))
+    valid_batches = [valid[i] for i in range(len(valid))]
+    assert any(batch["seq"].any() for batch in valid_batches)
+    assert min(batch["weights"].min() for batch in valid_batches) == 0
+    actual.append(engine.evaluate(valid_batches).loss)
+    expected.append(twin.evaluate(valid_batches))
+    checks.close(np.array(actual, np.float32), np.array(expected, np.float32), "losses")

@@ -106,12 +106,12 @@ def test_configurations_of_adapters(folder: Path) -> None:
     )
     halves = {name.format("A"): np.ones((2, 16)), name.format("B"): np.ones((16, 2))}
     write_safetensors(folder / TENSORS, halves)
-    usual = {
+    base_config = {
         "peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {"up_proj": 2}, "target_modules": ["up_proj"],
         "exclude_modules": ["k_proj"], "layers_to_transform": [0], "layers_pattern": ["layers"], "bias": "none",
         "init_lora_weights": True, "use_rslora": False, "use_dora": False,
     }  # fmt: skip
-    for mutant in mutants(usual):
+    for mutant in mutants(base_config):
         (folder / CONFIG).write_text(json.dumps(mutant))
         with contextlib.suppress(InputError):
             read_peft(folder, model)
@@ -129,9 +129,9 @@ def test_importance_matrices(end: str, tmp_path: Path) -> None:
     ):
         for kind in (np.float32, np.float16, np.int32):
             with np.errstate(invalid="ignore"):
-                made = {"w.in_sum2": np.ones(6, np.float32), "w.counts": np.ones(1, np.float32)}
-                made[f"w{end}"] = array.astype(kind)
-            write(tmp_path / "i.gguf", {"general.type": Value("string", "imatrix")}, made)
+                tensors = {"w.in_sum2": np.ones(6, np.float32), "w.counts": np.ones(1, np.float32)}
+                tensors[f"w{end}"] = array.astype(kind)
+            write(tmp_path / "i.gguf", {"general.type": Value("string", "imatrix")}, tensors)
             with contextlib.suppress(InputError):
                 load(tmp_path / "i.gguf").weights("w")
 

@@ -40,13 +40,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resident(path: Path) -> int:
     """Bytes of a file that this process has mapped and touched."""
-    found, ours = 0, False
+    nbytes, is_mapped = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
-            ours = line.endswith(str(path))
-        elif ours and line.startswith("Rss:"):
-            found += int(line.split()[1]) << 10
-    return found
+            is_mapped = line.endswith(str(path))
+        elif is_mapped and line.startswith("Rss:"):
+            nbytes += int(line.split()[1]) << 10
+    return nbytes
 
 
 def experts_nbytes(path: Path) -> int:
@@ -57,8 +57,8 @@ def experts_nbytes(path: Path) -> int:
 @smaps
 def test_all_experts_are_read(path: Path):
     model, nbytes = open_model(path), experts_nbytes(path)
-    before = resident(path)
-    assert nbytes > 10 << 20 > before
+    start_nbytes = resident(path)
+    assert nbytes > 10 << 20 > start_nbytes
     warm(model, Events())
     assert resident(path) >= nbytes
 
@@ -91,25 +91,25 @@ class Told(Events):
 
 
 def test_progress_is_told_and_it_can_be_stopped(path: Path, tmp_path: Path):
-    told = Told()
-    warm(open_model(path), told)
-    assert told.counts == [(n, 6) for n in range(1, 7)] and told.said == []
+    events = Told()
+    warm(open_model(path), events)
+    assert events.counts == [(n, 6) for n in range(1, 7)] and events.said == []
     callbacks = Callbacks()
     callbacks.cancel.set()
     with pytest.raises(Interrupted, match="stopped while the experts were read"):
         warm(open_model(path), callbacks)
     random_model(tmp_path / "dense.gguf", "llama")
-    told = Told()
-    warm(open_model(tmp_path / "dense.gguf"), told)
-    assert (told.counts, told.said) == ([], [])
+    events = Told()
+    warm(open_model(tmp_path / "dense.gguf"), events)
+    assert (events.counts, events.said) == ([], [])
 
 
 def test_experts_beyond_memory_are_left_where_they_are(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(warming, "total_nbytes", lambda: 1 << 20)
-    told = Told()
-    warm(open_model(path), told)
-    assert told.counts == []
-    assert told.said == [
+    events = Told()
+    warm(open_model(path), events)
+    assert events.counts == []
+    assert events.said == [
         "the experts have 12.0 MiB and the memory 1.0 MiB; they are read as they are needed"
     ]
 
@@ -133,11 +133,11 @@ def test_a_context_reads_a_prompt_that_goes_to_one_expert(tmp_path: Path, kind: 
     save_model(tmp_path / "a.gguf", config, vocabulary(), weights.__getitem__, name="routed")
     tokens = np.random.RandomState(5).randint(3, 259, TIME)
     with debug("poison"):
-        made = pt.Context(tmp_path / "a.gguf", cells=TIME, rows=TIME, cache="f32")
-        got = made.decode(tokens.tolist(), wanted=range(TIME))
+        ctx = pt.Context(tmp_path / "a.gguf", cells=TIME, rows=TIME, cache="f32")
+        got = ctx.decode(tokens.tolist(), wanted=range(TIME))
     keys = {key: value.value for key, value in metadata(config, "routed").items()}
-    want = Model(keys, weights, TIME).logits(tokens)
-    assert np.abs(got - want).max() <= 1e-4
+    expected = Model(keys, weights, TIME).logits(tokens)
+    assert np.abs(got - expected).max() <= 1e-4
 
 
 @pytest.mark.parametrize("used", [1, 2])
@@ -149,5 +149,5 @@ def test_a_step_whose_tokens_all_go_to_one_expert(kind: str, used: int):
     with debug("poison"):
         got = bind(graph, weights)(fed)
     assert max(apart(got[name], exact[name]) for name in got) <= 1e-4
-    learnt = exact["d/blk.1.ffn_up_exps.weight"].any(axis=(1, 2))
-    assert learnt.sum() == used if kind == "one" else learnt.all()
+    has_gradient = exact["d/blk.1.ffn_up_exps.weight"].any(axis=(1, 2))
+    assert has_gradient.sum() == used if kind == "one" else has_gradient.all()

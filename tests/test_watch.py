@@ -34,16 +34,16 @@ MIB = 1 << 20
 
 
 def record(step: int, **more: float) -> dict[str, float]:
-    made = {"seconds": step / 7, "tokens_per_second": 1e5 / 3, "grad_norm": 0.834, "lr": 1e-3}
-    return made | {"loss": 3 + 1 / step, "tokens": 1024 * step, "step": step} | more
+    metrics = {"seconds": step / 7, "tokens_per_second": 1e5 / 3, "grad_norm": 0.834, "lr": 1e-3}
+    return metrics | {"loss": 3 + 1 / step, "tokens": 1024 * step, "step": step} | more
 
 
 @contextmanager
 def watching(folder: Path, stream: io.StringIO | None = None, **more: Any) -> Iterator[Watch]:
     settings = {"steps": 30, "planned_nbytes": 140 * MIB, "report_every": 10} | more
     tensorboard = settings.pop("tensorboard", True)
-    shown = Shown(stream or io.StringIO())
-    with shown.training(**settings), Watch(folder, shown, tensorboard=tensorboard) as watch:
+    display = Shown(stream or io.StringIO())
+    with display.training(**settings), Watch(folder, display, tensorboard=tensorboard) as watch:
         watch.peak = Peak()  # one that measures nothing
         watch.peak.nbytes = 131 * MIB
         yield watch
@@ -58,16 +58,16 @@ def run(watch: Watch, first: int, last: int) -> None:
 
 
 def test_metrics_read_back_equal_in_fixed_order(tmp_path: Path) -> None:
-    given = [record(1), record(2, val_loss=math.pi, val_error=1e-300), record(3, loss=5e-324)]
+    records = [record(1), record(2, val_loss=math.pi, val_error=1e-300), record(3, loss=5e-324)]
     with watching(tmp_path) as watch:
-        for one in given:
-            watch.step(one)
+        for metrics in records:
+            watch.step(metrics)
         watch.end({"planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1})
-    got = read(tmp_path / "metrics.jsonl")
+    restored = read(tmp_path / "metrics.jsonl")
     end = {"event": "end", "planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1}
-    assert got == [*given, end]
+    assert restored == [*records, end]
     order = ["step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"]
-    assert list(got[0]) == order and list(got[1]) == [*order, "val_loss", "val_error"]
+    assert list(restored[0]) == order and list(restored[1]) == [*order, "val_loss", "val_error"]
 
 
 def test_a_line_is_there_as_soon_as_its_step_is(tmp_path: Path) -> None:
@@ -198,17 +198,17 @@ def events(path: Path) -> Iterator[dict[int, Any]]:
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
     """Values by tag and step, as TensorBoard has them: a start of a session drops its step and all later ones."""
-    found: dict[str, dict[int, float]] = {}
+    series: dict[str, dict[int, float]] = {}
     for path in event_files(folder):
         for event in events(path):
             if 7 in event and dict(fields(event[7])) == {1: 1}:
-                found = {
-                    t: {s: v for s, v in vs.items() if s < event[2]} for t, vs in found.items()
+                series = {
+                    t: {s: v for s, v in vs.items() if s < event[2]} for t, vs in series.items()
                 }
             for _, value in fields(event.get(5, b"")):
                 parts = dict(fields(value))
-                found.setdefault(parts[1].decode(), {})[event[2]] = parts[2]
-    return found
+                series.setdefault(parts[1].decode(), {})[event[2]] = parts[2]
+    return series
 
 
 def test_the_checksum_is_the_known_one() -> None:
@@ -216,18 +216,18 @@ def test_the_checksum_is_the_known_one() -> None:
 
 
 def test_events_hold_the_scalars(tmp_path: Path) -> None:
-    before = time.time()
+    start_time = time.time()
     with watching(tmp_path, steps=300) as watch:
         run(watch, 1, 299)
         watch.step(record(300, val_loss=2.5, loss=math.nan))
         watch.end({"peak_bytes": 1})
-    first, *others = events(event_files(tmp_path)[0])
-    assert first[3] == b"brain.Event:2"
-    assert all(before - 1 < event[1] < time.time() + 1 for event in others)
-    got = scalars(tmp_path)
-    assert set(got) == {"loss", "val_loss", "lr", "grad_norm", "tokens_per_second"}
-    assert got["val_loss"] == {300: 2.5} and math.isnan(got["loss"].pop(300))
-    assert got["loss"] == {step: np.float32(3 + 1 / step) for step in range(1, 300)}
+    first_event, *later_events = events(event_files(tmp_path)[0])
+    assert first_event[3] == b"brain.Event:2"
+    assert all(start_time - 1 < event[1] < time.time() + 1 for event in later_events)
+    series = scalars(tmp_path)
+    assert set(series) == {"loss", "val_loss", "lr", "grad_norm", "tokens_per_second"}
+    assert series["val_loss"] == {300: 2.5} and math.isnan(series["loss"].pop(300))
+    assert series["loss"] == {step: np.float32(3 + 1 / step) for step in range(1, 300)}
 
 
 def test_events_of_a_resumed_run_drop_what_is_later(tmp_path: Path) -> None:
@@ -254,8 +254,8 @@ def test_without_tensorboard_there_are_no_events(tmp_path: Path) -> None:
 
 def drawn(*records: dict[str, float]) -> ElementTree.Element:
     curve = Curve()
-    for one in records:
-        curve.add(one)
+    for metrics in records:
+        curve.add(metrics)
     return ElementTree.fromstring(curve.svg())
 
 
@@ -319,14 +319,16 @@ def test_pictures_of_next_to_nothing() -> None:
 def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path: Path) -> None:
     for name, legs in {"whole": [(1, 30)], "parts": [(1, 25), (11, 30)]}.items():
         (tmp_path / name).mkdir()
-        for first, last in legs:
+        for first_step, last in legs:
             with watching(tmp_path / name) as watch:
-                if first > 1:
-                    watch.resume(first - 1)
-                run(watch, first, last)
+                if first_step > 1:
+                    watch.resume(first_step - 1)
+                run(watch, first_step, last)
                 watch.save()
-    whole, resumed = ((tmp_path / name / "loss.svg").read_text() for name in ("whole", "parts"))
-    assert whole == resumed
+    uninterrupted, resumed = (
+        (tmp_path / name / "loss.svg").read_text() for name in ("whole", "parts")
+    )
+    assert uninterrupted == resumed
 
 
 def test_ticks_are_round() -> None:
@@ -359,8 +361,10 @@ def test_plain_lines(tmp_path: Path) -> None:
     )
     losses = [3 + 1 / step for step in range(11, 21)]
     mean, error = np.mean(losses), np.std(losses, ddof=1) / np.sqrt(10)
-    want = f"step 20/25  loss {mean:.4f}±{error:.4f}  val 3.2000 (step 15)  lr 1.0e-03  norm 0.834"
-    assert lines[3] == f"{want}  33,333 tokens/s  eta 0:00  memory: peak 131, plan 140 MiB"
+    expected = (
+        f"step 20/25  loss {mean:.4f}±{error:.4f}  val 3.2000 (step 15)  lr 1.0e-03  norm 0.834"
+    )
+    assert lines[3] == f"{expected}  33,333 tokens/s  eta 0:00  memory: peak 131, plan 140 MiB"
 
 
 def test_a_validation_of_this_step_is_not_marked_as_old(tmp_path: Path) -> None:
@@ -385,9 +389,9 @@ def test_all_lines_count_computed_tokens(tmp_path: Path) -> None:
     with watching(tmp_path, stream, steps=3, report_every=1) as watch:
         watch.step({**record(1), "positions_per_second": 50_000.0})
         watch.step({**record(3), "positions_per_second": 33_400.0})
-    first, last = stream.getvalue().splitlines()
-    assert "  50,000 tokens/s  " in first and "  33,400 tokens/s  " in last
-    assert "positions" not in first and "learnt" not in first
+    first_line, last = stream.getvalue().splitlines()
+    assert "  50,000 tokens/s  " in first_line and "  33,400 tokens/s  " in last
+    assert "positions" not in first_line and "learnt" not in first_line
 
 
 def test_a_resumed_run_reports_its_first_step(tmp_path: Path) -> None:
@@ -412,18 +416,18 @@ def on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: st
     """What a terminal of 100 columns gets from a run of 30 steps."""
     for name, value in ({"TERM": "xterm-256color", "COLUMNS": "100"} | variables).items():
         monkeypatch.setenv(name, value)
-    inside, outside = pty.openpty()
-    got = list[bytes]()
+    master_fd, slave_fd = pty.openpty()
+    chunks = list[bytes]()
 
     def read() -> None:
         with suppress(OSError):  # the other end is closed
-            while part := os.read(inside, 1 << 16):
-                got.append(part)
+            while part := os.read(master_fd, 1 << 16):
+                chunks.append(part)
 
     reader = threading.Thread(target=read)
     reader.start()
     with (
-        open(outside, "w", encoding="utf-8") as stream,
+        open(slave_fd, "w", encoding="utf-8") as stream,
         watching(folder, stream) as watch,  # type: ignore[arg-type]
     ):
         run(watch, 1, 15)
@@ -431,17 +435,17 @@ def on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: st
         watch.step(record(16, val_loss=3.2))
         run(watch, 17, 30)
     reader.join()
-    return b"".join(got).decode()
+    return b"".join(chunks).decode()
 
 
 def test_a_terminal_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    got = on_a_terminal(tmp_path, monkeypatch)
-    assert "said [bold]as it is[/bold]\r\n" in got
-    assert got.count("\n") == 2 and COLOUR.search(got) and got.endswith("\x1b[?25h")
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", got).splitlines()[-1]
-    assert "━" in shown and " 30/30  loss 3.0" in shown and "val 3.2000" in shown
-    assert "val 3.2000 (step 16)" in shown
+    output = on_a_terminal(tmp_path, monkeypatch)
+    assert "said [bold]as it is[/bold]\r\n" in output
+    assert output.count("\n") == 2 and COLOUR.search(output) and output.endswith("\x1b[?25h")
+    last_line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).splitlines()[-1]
+    assert "━" in last_line and " 30/30  loss 3.0" in last_line and "val 3.2000" in last_line
+    assert "val 3.2000 (step 16)" in last_line
 
 
 @pytest.mark.parametrize(
@@ -455,10 +459,10 @@ def test_a_terminal_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_narrow_terminal_gets_whole_parts(
     columns: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got = on_a_terminal(tmp_path, monkeypatch, COLUMNS=columns, NO_COLOR="1")
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", got).splitlines()[-1]
-    assert re.search(rf"━ +30/30  .*{last} *$", shown) and "…" not in got
-    assert len(shown) <= int(columns)
+    output = on_a_terminal(tmp_path, monkeypatch, COLUMNS=columns, NO_COLOR="1")
+    last_line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).splitlines()[-1]
+    assert re.search(rf"━ +30/30  .*{last} *$", last_line) and "…" not in output
+    assert len(last_line) <= int(columns)
 
 
 def test_no_color_and_dumb_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,9 +476,9 @@ def test_no_color_and_dumb_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_step_costs_next_to_nothing(tmp_path: Path) -> None:
     with watching(tmp_path, steps=1000) as watch:
         run(watch, 1, 1)
-        began = time.thread_time()
+        start_time = time.thread_time()
         run(watch, 2, 1000)
-        assert (time.thread_time() - began) / 999 < 0.0002
+        assert (time.thread_time() - start_time) / 999 < 0.0002
 
 
 def test_losses_accuracy_and_their_errors_fit_80_columns() -> None:
@@ -491,8 +495,9 @@ def test_losses_accuracy_and_their_errors_fit_80_columns() -> None:
     results = [Result(), Result()]
     for result in results:
         result.add(5_000, 0.0712, 4_890, None), result.add(5_000, 0.0716, 4_900, None)
-    line = str(Epoch(30, *results, 12.34))
+    summary = str(Epoch(30, *results, 12.34))
     part = "0.0714±0.0002 acc 97.9±0.1%"
     assert (
-        line == f"epoch 30: loss {part}, val {part.replace(' acc', '')}, 12.3 s" and len(line) <= 80
+        summary == f"epoch 30: loss {part}, val {part.replace(' acc', '')}, 12.3 s"
+        and len(summary) <= 80
     )

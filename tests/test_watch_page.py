@@ -109,8 +109,8 @@ def test_a_run_that_does_not_fit_says_so_on_its_page(page: Any, text: Path, tmp_
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(page: Any, text: Path, tmp_path: Path) -> None:
-    more = ["-o", str(tmp_path / "m.gguf"), "--iters", "1000000", "--watch", "0"]
-    command = [sys.executable, "-m", "packtrain", "train", "--data", str(text), *TINY, *more]
+    run_flags = ["-o", str(tmp_path / "m.gguf"), "--iters", "1000000", "--watch", "0"]
+    command = [sys.executable, "-m", "packtrain", "train", "--data", str(text), *TINY, *run_flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         said = next(line for line in run.stderr if "watch the run" in line)

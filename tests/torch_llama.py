@@ -87,8 +87,8 @@ def gradients(
     w = parameters(values, dtype)
     total = loss(config, w, batch)
     total.backward()
-    found = {f"d/{name}": p.grad for name, p in w.items()}
-    return {"loss": total.detach().numpy()} | {k: d.numpy() for k, d in found.items()}
+    grads = {f"d/{name}": p.grad for name, p in w.items()}
+    return {"loss": total.detach().numpy()} | {k: d.numpy() for k, d in grads.items()}
 
 
 def training(

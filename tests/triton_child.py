@@ -53,7 +53,7 @@ def fault(name: str) -> str:
 
 def compiled(name: str) -> str:
     """Each kernel once for all switches that it is asked for, and for wide heads."""
-    made = dict[Any, int]()
+    shared_nbytes = dict[Any, int]()
 
     def launch(kernel: Any, grid: Any, *given: Any, **constants: Any) -> None:
         options = {k: constants.pop(k) for k in OPTIONS & constants.keys()}
@@ -61,20 +61,22 @@ def compiled(name: str) -> str:
         fixed = {p.name: named[p.name] for p in kernel.params if p.is_constexpr}
         switches = tuple((k, v) for k, v in fixed.items() if isinstance(v, bool))
         key = kernel.__name__, switches, max(fixed.get("D", 0), 64), fixed.get("UNPACK")
-        if key not in made:
+        if key not in shared_nbytes:
             kinds = {k: "constexpr" if k in fixed else kind(named[k]) for k in kernel.arg_names}
             source = ASTSource(kernel, kinds, fixed)
-            made[key] = triton.compile(source, target=TARGET, options=options).metadata.shared
+            shared_nbytes[key] = triton.compile(
+                source, target=TARGET, options=options
+            ).metadata.shared
 
     for module in iter_modules(gpu.__path__):
         vars(import_module(f"{gpu.__name__}.{module.name}"))["launch"] = launch
-    within = {"cast": unpackings, "get_rows_back": sums_of_rows, "matmul": splittings}
-    within.get(name, tuple)()
-    for call in (*samples(name), *(one.call for one in typed(name)), *wide(name)):
+    extra_checks = {"cast": unpackings, "get_rows_back": sums_of_rows, "matmul": splittings}
+    extra_checks.get(name, tuple)()
+    for call in (*samples(name), *(case.call for case in typed(name)), *wide(name)):
         if "cuda" in call.op.kernels:
             measured(call.op, call.inputs, call.attrs, "cuda")
-    assert max(made.values(), default=0) <= MOST, (name, made)
-    return f"{len(made)} kernels"
+    assert max(shared_nbytes.values(), default=0) <= MOST, (name, shared_nbytes)
+    return f"{len(shared_nbytes)} kernels"
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -102,8 +104,8 @@ def wide(name: str) -> Iterator[Call]:
         q, k = pt.input("q", (1, 64, 4, width)), pt.input("k", (1, 64, 2, width))
         pos, seq = pt.input("pos", (1, 64), pt.i32), pt.input("seq", (1, 64), pt.i32)
         y, lse = ops.attention(q, k, k, pos, pos, seq, seq, scale=0.1)
-        back = ops.attention_back(q, y, lse, q, k, k, pos, pos, seq, seq, scale=0.1)
-        yield from (t.call for t in (y, back[0]) if t.call and t.call.op.name == name)
+        gradients = ops.attention_back(q, y, lse, q, k, k, pos, pos, seq, seq, scale=0.1)
+        yield from (t.call for t in (y, gradients[0]) if t.call and t.call.op.name == name)
 
 
 def kind(value: Any) -> str:

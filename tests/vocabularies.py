@@ -61,12 +61,12 @@ def _letters() -> tuple[list[bytes], list[bytes]]:
 
 def _characters() -> tuple[list[bytes], list[bytes]]:
     """Most characters of the units and all pairs of them, words of line breaks, and most bytes."""
-    found = sorted({c for unit in UNITS for c in unit} - set(" \n\0"))
-    known = [c.encode() for n, c in enumerate(found) if n % 7 or c == "\u2581"]
-    pairs = list(product(known, known))
+    characters = sorted({c for unit in UNITS for c in unit} - set(" \n\0"))
+    vocab_chars = [c.encode() for n, c in enumerate(characters) if n % 7 or c == "\u2581"]
+    pairs = list(product(vocab_chars, vocab_chars))
     random.Random(1).shuffle(pairs)
     named = [b"<0x%02X>" % b for b in range(256) if b % 5]
-    tokens = [*named, *known, *(a + b for a, b in pairs), b"\n\n", b"\n\n\n"]
+    tokens = [*named, *vocab_chars, *(a + b for a, b in pairs), b"\n\n", b"\n\n\n"]
     return list(dict.fromkeys(tokens)), [a + b" " + b for a, b in pairs]
 
 
@@ -89,9 +89,11 @@ REPLACED = {
 def pieces(name: str) -> dict[str, Any]:
     """The metadata of a WordPiece or Unigram vocabulary of characters and some sequences of them."""
     kind, draw = name.split()[0], random.Random(3)
-    found = sorted({c for unit in UNITS for c in unit + unit.lower()} - set(" \n\0\u2581"))
-    known = [c for n, c in enumerate(found) if n % 7]
-    words = known + ["".join(draw.choices(known, k=draw.randint(2, 4))) for _ in range(4000)]
+    characters = sorted({c for unit in UNITS for c in unit + unit.lower()} - set(" \n\0\u2581"))
+    vocab_chars = [c for n, c in enumerate(characters) if n % 7]
+    words = vocab_chars + [
+        "".join(draw.choices(vocab_chars, k=draw.randint(2, 4))) for _ in range(4000)
+    ]
     words += ["".join(draw.choices("abcdez's12.", k=draw.randint(2, 6))) for _ in range(2000)]
     words += [f"\u2581{word}" for word in words if draw.random() < 0.7]
     words += (
@@ -117,24 +119,26 @@ def pieces(name: str) -> dict[str, Any]:
 
 def charsmap(replaced: dict[str, str]) -> bytes:
     """SentencePiece's precompiled map: the size of a double array, the array, and the replacements."""
-    texts, at = b"", dict[bytes, int]()
-    for key, put in replaced.items():
-        at[key.encode()] = len(texts)
-        texts += put.encode() + b"\0"
+    texts, text_offsets = b"", dict[bytes, int]()
+    for key, replacement in replaced.items():
+        text_offsets[key.encode()] = len(texts)
+        texts += replacement.encode() + b"\0"
     nodes = [0] * 256
-    taken, waiting = {0}, [(0, b"")]
+    used_slots, waiting = {0}, [(0, b"")]
     while waiting:
         node, prefix = waiting.pop()
-        after = {key[len(prefix)] for key in at if key.startswith(prefix) and key != prefix}
-        after |= {0} if prefix in at else set()  # 0 leads to the value
-        base = next(b for b in range(256, 1 << 20) if not any(b ^ c in taken for c in after))
+        after = {
+            key[len(prefix)] for key in text_offsets if key.startswith(prefix) and key != prefix
+        }
+        after |= {0} if prefix in text_offsets else set()  # 0 leads to the value
+        base = next(b for b in range(256, 1 << 20) if not any(b ^ c in used_slots for c in after))
         offset = base if node == 0 else base ^ node
         assert offset < 1 << 21
         nodes += [0] * max(0, (base | 255) + 1 - len(nodes))
         nodes[node] |= offset << 10 | (0 in after) << 8
         for c in sorted(after):
-            taken.add(base ^ c)
-            nodes[base ^ c] = c if c else 1 << 31 | at[prefix]
+            used_slots.add(base ^ c)
+            nodes[base ^ c] = c if c else 1 << 31 | text_offsets[prefix]
             if c:
                 waiting.append((base ^ c, prefix + bytes([c])))
     return len(nodes * 4).to_bytes(4, "little") + np.array(nodes, "<u4").tobytes() + texts

@@ -146,8 +146,8 @@ def document(rng: random.Random, root: Schema, one: Schema, depth: int = 4) -> A
             made["zz"] = rng.choice(NUMBERS[:8])
         return made
     if kind == "array" and depth:
-        items = next((p["items"] for p in parts if "items" in p), {})
-        first = next((p["prefixItems"] for p in parts if "prefixItems" in p), [])
+        items: Any = next((p["items"] for p in parts if "items" in p), {})
+        first: Any = next((p["prefixItems"] for p in parts if "prefixItems" in p), [])
         return [
             document(rng, root, first[i] if i < len(first) else items, depth - 1)
             for i in range(rng.randrange(4))

@@ -205,7 +205,7 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
         return Outcome(INVALID, str(error))
     theirs.no_truncation()
     notes: list[str] = []
-    tokenizer_agreement._by_package = lambda path: None  # type: ignore[assignment]
+    tokenizer_agreement._by_package = lambda path: None
     try:
         ours, steps = written(folder, notes), read_steps(path, read_json(path))
     except InputError as error:

@@ -125,6 +125,6 @@ def _compiled(code):
         "tl": tl,
         **bindings,
     }
-    made = FunctionType(source_function.__code__, names, source_function.__name__)
-    made.__qualname__ = source_function.__qualname__
-    return triton.jit(made)
+    triton_function = FunctionType(source_function.__code__, names, source_function.__name__)
+    triton_function.__qualname__ = source_function.__qualname__
+    return triton.jit(triton_function)

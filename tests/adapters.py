@@ -22,8 +22,8 @@ def random_adapter(
     """
     rng, pairs = np.random.RandomState(seed), {}
     for name, entry in model.gguf.entries.items():
-        beside = name.startswith("blk.") or (name == EMBEDDING and not model.config.tied)
-        if is_matrix(name, entry.shape) and beside and name.split(".")[-2] not in without:
+        is_adaptable = name.startswith("blk.") or (name == EMBEDDING and not model.config.tied)
+        if is_matrix(name, entry.shape) and is_adaptable and name.split(".")[-2] not in without:
             pairs[name] = tuple(
                 (rng.standard_normal(shape) * (0.3 / shape[-1]) ** 0.5).astype(np.float32)
                 for shape in fitting(entry.shape, name, RANK)

@@ -30,8 +30,8 @@ NO_GRADIENT = {
 def passed(found: Iterable[Found]) -> None:
     """Raise at the first check that is beyond its tolerance, or if there is none."""
     count = 0
-    for one in found:
-        assert one.passed, one
+    for check in found:
+        assert check.passed, check
         count += 1
     assert count, "nothing was checked"
 
@@ -73,6 +73,8 @@ def same_bits(got: Values, want: Values, what: str) -> None:
     for name, array in want.items():
         equal = np.array_equal(got[name], array, equal_nan=array.dtype.kind == "f")
         if not equal:
-            other = int((got[name] != array).sum())
+            num_different = int((got[name] != array).sum())
             worst = float(np.abs(np.nan_to_num(got[name]) - np.nan_to_num(array)).max())
-            raise AssertionError(f"{what}: {other} elements of {name} differ, by up to {worst:.3g}")
+            raise AssertionError(
+                f"{what}: {num_different} elements of {name} differ, by up to {worst:.3g}"
+            )

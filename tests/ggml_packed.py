@@ -68,32 +68,32 @@ def cases() -> Iterator[tuple[str, str, bool]]:
 
 def load() -> dict[str, str]:
     """Digests by `type rows weighed`."""
-    found: dict[str, str] = json.loads(RECORD.read_text())
-    return found
+    digests: dict[str, str] = json.loads(RECORD.read_text())
+    return digests
 
 
 def pack(
     library: ctypes.CDLL, dtype: Dtype, x: np.ndarray, weights: np.ndarray | None
 ) -> np.ndarray:
-    made = np.empty((len(x), dtype.row_nbytes(x.shape[1])), np.uint8)
+    packed = np.empty((len(x), dtype.row_nbytes(x.shape[1])), np.uint8)
     library.ggml_quantize_init(dtype.number)
     function = getattr(library, f"quantize_{dtype.name}")
     function.restype = ctypes.c_size_t
     rows, width = map(ctypes.c_int64, x.shape)
-    given, to = (array.ctypes.data_as(ctypes.c_void_p) for array in (x, made))
-    by = None if weights is None else weights.ctypes.data_as(ctypes.c_void_p)
-    function(given, to, rows, width, by)
-    return made
+    source, destination = (array.ctypes.data_as(ctypes.c_void_p) for array in (x, packed))
+    importance = None if weights is None else weights.ctypes.data_as(ctypes.c_void_p)
+    function(source, destination, rows, width, importance)
+    return packed
 
 
 def main() -> None:
-    library, found = ctypes.CDLL(sys.argv[1]), {}
+    library, digests = ctypes.CDLL(sys.argv[1]), {}
     for name, rows, weighed in cases():
         x = rows_of(rows)
         weights = weights_of(x.shape[1]) if weighed else None
-        found[f"{name} {rows} {weighed}"] = digest(pack(library, DTYPES[name], x, weights))
-    RECORD.write_text(json.dumps(found, indent=0) + "\n")
-    print(f"{RECORD.name}: {len(found)} cases")
+        digests[f"{name} {rows} {weighed}"] = digest(pack(library, DTYPES[name], x, weights))
+    RECORD.write_text(json.dumps(digests, indent=0) + "\n")
+    print(f"{RECORD.name}: {len(digests)} cases")
 
 
 if __name__ == "__main__":

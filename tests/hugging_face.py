@@ -161,18 +161,18 @@ def config_of(kind: str) -> Config:
 
 def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights, large enough that a wrong variant shows."""
-    rng, made = np.random.default_rng(seed), {}
+    rng, tensors = np.random.default_rng(seed), {}
     for name, shape in shapes(config).items():
         value = rng.standard_normal(shape)
         if name.endswith(NORMS) or "layernorm" in name:
             shifted = ("GemmaF", "Gemma2", "Gemma3F", "Nemotron", "Qwen3Next", "Qwen3_5")
-            less = config["architectures"][0].startswith(shifted) or name.endswith(".bias")
-            less = less and not name.endswith("linear_attn.norm.weight")
-            value = value * 0.3 + (0 if less else 1)
+            is_offset = config["architectures"][0].startswith(shifted) or name.endswith(".bias")
+            is_offset = is_offset and not name.endswith("linear_attn.norm.weight")
+            value = value * 0.3 + (0 if is_offset else 1)
         elif len(shape) > 1:
             value *= 1.5 / math.sqrt(shape[-1])
-        made[name] = value.astype(np.float32)
-    return made
+        tensors[name] = value.astype(np.float32)
+    return tensors
 
 
 def head_width(config: Config) -> int:
@@ -204,10 +204,10 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block |= {"self_attn.q_norm": (q,), "self_attn.k_norm": (kv,)}
     if kind in NORMS_BEHIND:
         del block["input_layernorm"]
-        whole = kind in WHOLE
+        full_width = kind in WHOLE
         block |= {
-            "self_attn.q_norm": (q if whole else d,),
-            "self_attn.k_norm": (kv if whole else d,),
+            "self_attn.q_norm": (q if full_width else d,),
+            "self_attn.k_norm": (kv if full_width else d,),
         }
         block["post_feedforward_layernorm"] = (c,)
     if kind in GATE_UP:
@@ -235,20 +235,22 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block["mlp.down_proj"] = (c, f)
         if kind not in GATE_UP:
             block |= {"mlp.gate_proj": (f, c), "mlp.up_proj": (f, c)}
-    made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], c)}
+    tensor_shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], c)
+    }
     for i in range(config["num_hidden_layers"]):
-        made |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+        tensor_shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
         if kind in hugging_face_experts.CLASSES:
-            found = hugging_face_experts.shapes(config, i).items()
-            made |= {f"model.layers.{i}.{name}": shape for name, shape in found}
+            expert_shapes = hugging_face_experts.shapes(config, i).items()
+            tensor_shapes |= {f"model.layers.{i}.{name}": shape for name, shape in expert_shapes}
         for part in biased(config):
-            made[f"model.layers.{i}.self_attn.{part}_proj.bias"] = block[f"self_attn.{part}_proj"][
-                :1
-            ]
-    made["model.norm.weight"] = (c,)
+            tensor_shapes[f"model.layers.{i}.self_attn.{part}_proj.bias"] = block[
+                f"self_attn.{part}_proj"
+            ][:1]
+    tensor_shapes["model.norm.weight"] = (c,)
     if not config["tie_word_embeddings"]:
-        made["lm_head.weight"] = (config["vocab_size"], c)
-    return made
+        tensor_shapes["lm_head.weight"] = (config["vocab_size"], c)
+    return tensor_shapes
 
 
 def biased(config: Config) -> str:
@@ -317,31 +319,31 @@ def write_checkpoint(
 
 def internlm2(config: Config, tensors: Tensors) -> tuple[Config, dict[str, np.ndarray]]:
     """A llama as InternLM 2 stores it: in one matrix groups of two queries, their key and their value."""
-    made = {}
+    converted = {}
     for name, value in tensors.items():
-        for usual, its in INTERNLM.items():
-            name = name.replace(usual, its)
-        made[name] = value
+        for llama_name, internlm_name in INTERNLM.items():
+            name = name.replace(llama_name, internlm_name)
+        converted[name] = value
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}.self_attn"
-        q, k, v = (made.pop(f"{at}.{part}_proj.weight").reshape(-1, 16, 64) for part in "qkv")
+        q, k, v = (converted.pop(f"{at}.{part}_proj.weight").reshape(-1, 16, 64) for part in "qkv")
         groups = [q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]]
-        made[f"model.layers.{i}.attention.wqkv.weight"] = np.concatenate(groups)
-    return config | {"architectures": ["InternLM2ForCausalLM"], "bias": False}, made
+        converted[f"model.layers.{i}.attention.wqkv.weight"] = np.concatenate(groups)
+    return config | {"architectures": ["InternLM2ForCausalLM"], "bias": False}, converted
 
 
 def byte_characters() -> list[str]:
     """The visible character that stands for each byte in byte-level vocabularies."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in shown]
-    table = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(others)}
+    remaining = [b for b in range(256) if b not in shown]
+    table = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(remaining)}
     return [table[b] for b in range(256)]
 
 
 def added(id: int, text: str, special: bool = True, **flags: bool) -> dict[str, Any]:
     """A token of a tokenizer.json's added_tokens."""
-    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": id, "content": text, "special": special} | usual | flags
+    default_flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id, "content": text, "special": special} | default_flags | flags
 
 
 def bpe_tokenizer(pattern: str, *, ignore_merges: bool = False) -> dict[str, Any]:
@@ -379,8 +381,8 @@ def bpe_tokenizer(pattern: str, *, ignore_merges: bool = False) -> dict[str, Any
 def logits(config: Config, tensors: Tensors, tokens: np.ndarray) -> np.ndarray:
     """Logits (T, V) of one sequence of tokens (T,)."""
     kind = config["architectures"][0]
-    made = APART[kind].Model if kind in APART else Model
-    return made(config, tensors).logits(tokens)
+    model_class = APART[kind].Model if kind in APART else Model
+    return model_class(config, tensors).logits(tokens)
 
 
 class Model:
@@ -474,9 +476,9 @@ class Model:
         if self.kind in (*HEAD_NORMS, "Exaone4ForCausalLM"):
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         sliding = self.sliding(i)
-        still = self.kind == "Exaone4ForCausalLM" and "sliding_window" in c and not sliding
-        paused = ("SmolLM3ForCausalLM", "Llama4ForCausalLM")
-        if not still and not (self.kind in paused and (i + 1) % 4 == 0):
+        no_rotation = self.kind == "Exaone4ForCausalLM" and "sliding_window" in c and not sliding
+        nope_kinds = ("SmolLM3ForCausalLM", "Llama4ForCausalLM")
+        if not no_rotation and not (self.kind in nope_kinds and (i + 1) % 4 == 0):
             angles, scale = self.rotation(time, sliding)
             pairs = self.kind.startswith(("Ernie4_5", "Glm4ForCausalLM", "Llama4"))
             turn, n = turned_pairs if pairs else turned, 2 * angles.shape[-1]
@@ -491,8 +493,8 @@ class Model:
             rope = c["rope_parameters"]
             steps = np.floor(np.arange(time) / rope["original_max_position_embeddings"])
             q = q * (1 + rope["llama_4_scaling_beta"] * np.log(1 + steps))[:, None, None]
-        back = np.arange(time)[:, None] - np.arange(time)
-        hidden = (back < 0) | (back >= c["sliding_window"]) if sliding else back < 0
+        distance = np.arange(time)[:, None] - np.arange(time)
+        hidden = (distance < 0) | (distance >= c["sliding_window"]) if sliding else distance < 0
         y = np.empty_like(q)
         for j in range(heads):
             scores = (
@@ -537,32 +539,32 @@ class Model:
         elif kind == "llama3":
             inverse = llama_3(inverse, rope)
         elif kind == "yarn":
-            usual = 1 + 0.1 * math.log(rope["factor"])
+            default_factor = 1 + 0.1 * math.log(rope["factor"])
             scale = rope.get(
-                "attention_factor", usual if self.kind == "GptOssForCausalLM" else scale
+                "attention_factor", default_factor if self.kind == "GptOssForCausalLM" else scale
             )
             inverse = yarn(inverse, rope, base, d)  # mscale / mscale_all_dim is 1
         elif kind == "longrope":
             inverse = inverse / np.array(rope["short_factor"])
             original = c["original_max_position_embeddings"]
-            longer = c["max_position_embeddings"] / original
-            scale = math.sqrt(1 + math.log(longer) / math.log(original))
+            length_factor = c["max_position_embeddings"] / original
+            scale = math.sqrt(1 + math.log(length_factor) / math.log(original))
         return np.arange(time)[:, None] * inverse, scale
 
 
 def llama_3(inverse: np.ndarray, rope: Config) -> np.ndarray:
-    original, made = rope["original_max_position_embeddings"], []
+    original, scaled = rope["original_max_position_embeddings"], []
     for f in inverse:
-        wave = 2 * math.pi / f
-        if wave < original / rope["high_freq_factor"]:
-            made.append(f)
-        elif wave > original / rope["low_freq_factor"]:
-            made.append(f / rope["factor"])
+        wavelength = 2 * math.pi / f
+        if wavelength < original / rope["high_freq_factor"]:
+            scaled.append(f)
+        elif wavelength > original / rope["low_freq_factor"]:
+            scaled.append(f / rope["factor"])
         else:
             spread = rope["high_freq_factor"] - rope["low_freq_factor"]
-            smooth = (original / wave - rope["low_freq_factor"]) / spread
-            made.append((1 - smooth) * f / rope["factor"] + smooth * f)
-    return np.array(made)
+            smooth = (original / wavelength - rope["low_freq_factor"]) / spread
+            scaled.append((1 - smooth) * f / rope["factor"] + smooth * f)
+    return np.array(scaled)
 
 
 def yarn(inverse: np.ndarray, rope: Config, base: float, d: int) -> np.ndarray:

@@ -95,8 +95,8 @@ def layout(c: Config) -> Layout:
         parts = ("self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
         at = "transformer.word_embeddings", "transformer.h", "transformer.ln_f", norms
         return Layout(*at, ("self_attention.query_key_value",), *parts)
-    beside = c.get("use_parallel_residual") or kind == "Cohere2ForCausalLM"
-    at = *MODEL, "model.norm", NORMS[:1] if beside else NORMS
+    is_parallel = c.get("use_parallel_residual") or kind == "Cohere2ForCausalLM"
+    at = *MODEL, "model.norm", NORMS[:1] if is_parallel else NORMS
     gate = "" if kind == "NemotronForCausalLM" else GATE
     return Layout(*at, APART, OUT, UP, DOWN, gate, APART if c.get("use_qkv_bias") else ())
 
@@ -118,32 +118,32 @@ def sizes(c: Config) -> tuple[int, int, int, int, int]:
 
 def shapes(c: Config) -> Shapes:
     names, (width, heads, kv, wide, blocks) = layout(c), sizes(c)
-    d, across = width // heads, -1 if "n_embd" in c else 1
+    d, order = width // heads, -1 if "n_embd" in c else 1
     rows = (width, kv * d, kv * d) if len(names.qkv) == 3 else (width + 2 * kv * d,)
-    matrices = {module: (n, width)[::across] for module, n in zip(names.qkv, rows, strict=True)}
-    matrices |= {names.out: (width, width)[::across], names.up: (wide, width)[::across]}
-    matrices |= {names.down: (width, wide)[::across]} | (
+    matrices = {module: (n, width)[::order] for module, n in zip(names.qkv, rows, strict=True)}
+    matrices |= {names.out: (width, width)[::order], names.up: (wide, width)[::order]}
+    matrices |= {names.down: (width, wide)[::order]} | (
         {names.gate: (wide, width)} if names.gate else {}
     )
     block: Shapes = {f"{module}.weight": shape for module, shape in matrices.items()}
-    block |= {f"{module}.bias": matrices[module][::across][:1] for module in names.biased}
+    block |= {f"{module}.bias": matrices[module][::order][:1] for module in names.biased}
     bias = c["architectures"][0] != "Cohere2ForCausalLM"
     kinds = ("weight", "bias") if bias else ("weight",)
     block |= {f"{norm}.{kind}": (width,) for norm in names.norms for kind in kinds}
     if c.get("qk_layernorm"):
         for part, count in (("q", heads), ("k", kv)):
             block |= {f"self_attn.{part}_layernorm.norms.{n}.weight": (d,) for n in range(count)}
-    made: Shapes = {f"{names.embed}.weight": (c["vocab_size"], width)}
+    tensor_shapes: Shapes = {f"{names.embed}.weight": (c["vocab_size"], width)}
     if "n_positions" in c:
-        made["transformer.wpe.weight"] = (c["n_positions"], width)
+        tensor_shapes["transformer.wpe.weight"] = (c["n_positions"], width)
     for i in range(blocks):
-        made |= {f"{names.blocks}.{i}.{name}": shape for name, shape in block.items()}
-    made |= {f"{names.last}.{kind}": (width,) for kind in kinds}
+        tensor_shapes |= {f"{names.blocks}.{i}.{name}": shape for name, shape in block.items()}
+    tensor_shapes |= {f"{names.last}.{kind}": (width,) for kind in kinds}
     if c["tie_word_embeddings"] is False:
-        made["lm_head.weight"] = (c["vocab_size"], width)
+        tensor_shapes["lm_head.weight"] = (c["vocab_size"], width)
         if c["architectures"][0] == "PhiForCausalLM":
-            made["lm_head.bias"] = (c["vocab_size"],)
-    return made
+            tensor_shapes["lm_head.bias"] = (c["vocab_size"],)
+    return tensor_shapes
 
 
 class Model:
@@ -209,8 +209,8 @@ class Model:
         local = self.kind == "Cohere2ForCausalLM" and (i + 1) % 4 != 0
         if "n_embd" not in self.c and (local or self.kind != "Cohere2ForCausalLM"):
             q, k = self.turned(q), self.turned(k)
-        back = np.arange(time)[:, None] - np.arange(time)
-        hidden = (back < 0) | (back >= self.c["sliding_window"]) if local else back < 0
+        distance = np.arange(time)[:, None] - np.arange(time)
+        hidden = (distance < 0) | (distance >= self.c["sliding_window"]) if local else distance < 0
         y = np.empty_like(q)
         for j in range(self.heads):
             group = j * self.kv // self.heads
@@ -221,14 +221,14 @@ class Model:
 
     def queries(self, at: str, x: np.ndarray, d: int) -> list[np.ndarray]:
         """Queries, keys and values by heads; Falcon's stand together by groups."""
-        every = [self.linear(f"{at}.{module}", x) for module in self.names.qkv]
-        if len(every) == 3:
-            return [part.reshape(len(x), -1, d) for part in every]
+        projections = [self.linear(f"{at}.{module}", x) for module in self.names.qkv]
+        if len(projections) == 3:
+            return [part.reshape(len(x), -1, d) for part in projections]
         if self.kind == "FalconForCausalLM":
-            groups = every[0].reshape(len(x), self.kv, -1, d)
+            groups = projections[0].reshape(len(x), self.kv, -1, d)
             parts = groups[:, :, :-2], groups[:, :, -2], groups[:, :, -1]
             return [part.reshape(len(x), -1, d) for part in parts]
-        return [part.reshape(len(x), -1, d) for part in np.split(every[0], 3, -1)]
+        return [part.reshape(len(x), -1, d) for part in np.split(projections[0], 3, -1)]
 
     def turned(self, x: np.ndarray) -> np.ndarray:
         n = int(self.c.get("partial_rotary_factor", 1.0) * x.shape[-1]) // 2

@@ -106,10 +106,10 @@ class Model:
 
     def losses(self, ids: np.ndarray) -> np.ndarray:
         """Negative log-likelihoods (T,) of ids[1:], each after those before it; ids (T + 1,)."""
-        found = self.logits(ids[:-1])
-        top = found.max(axis=-1, keepdims=True)
-        total = np.log(np.exp(found - top).sum(axis=-1)) + top[:, 0]
-        return total - np.take_along_axis(found, ids[1:, None], axis=1)[:, 0]
+        logits = self.logits(ids[:-1])
+        top = logits.max(axis=-1, keepdims=True)
+        total = np.log(np.exp(logits - top).sum(axis=-1)) + top[:, 0]
+        return total - np.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
 
     def normed(self, x: np.ndarray, name: str) -> np.ndarray:
         if "attention.layer_norm_epsilon" in self.keys:
@@ -229,9 +229,9 @@ class Model:
     def latent(self, i: int, x: np.ndarray) -> np.ndarray:
         """Attention whose keys and values come from one narrow vector: deepseek2.cpp, without absorption."""
         rank, legacy = self.keys["attention.kv_lora_rank"], f"blk.{i}.attn_kv_b.weight" in self.w
-        ends = "" if legacy else "_mla"
-        d, wide = (self.keys[f"attention.{n}_length{ends}"] for n in ("key", "value"))
-        plain, time = d - self.turned, len(x)
+        suffix = "" if legacy else "_mla"
+        d, wide = (self.keys[f"attention.{n}_length{suffix}"] for n in ("key", "value"))
+        nope_width, time = d - self.turned, len(x)
         if "attention.q_lora_rank" in self.keys:
             q = self.after(i, "attn_q_a_norm", self.linear(i, "attn_q_a", x))
             q = self.linear(i, "attn_q_b", q)
@@ -241,15 +241,15 @@ class Model:
         both = self.linear(i, "attn_kv_a_mqa", x)
         c, k_turned = both[:, :rank], self.rotated(i, both[:, None, rank:])[:, 0]
         c = self.after(i, "attn_kv_a_norm", c)
-        q_turned = self.rotated(i, q[..., plain:])
+        q_turned = self.rotated(i, q[..., nope_width:])
         if legacy:
             keys, values = np.split(
-                self.linear(i, "attn_kv_b", c).reshape(time, self.heads, -1), [plain], axis=-1
+                self.linear(i, "attn_kv_b", c).reshape(time, self.heads, -1), [nope_width], axis=-1
             )
         else:
             keys = np.einsum("tr,hrn->thn", c, self.w[f"blk.{i}.attn_k_b.weight"])
             values = np.einsum("tr,hvr->thv", c, self.w[f"blk.{i}.attn_v_b.weight"])
-        scores = np.einsum("thn,shn->hts", q[..., :plain], keys)
+        scores = np.einsum("thn,shn->hts", q[..., :nope_width], keys)
         scores += np.einsum("thr,sr->hts", q_turned, k_turned)
         factor = self.keys.get("rope.scaling.factor", 1.0)
         multiplier = self.keys.get("rope.scaling.yarn_log_multiplier", 0.0)  # a tenth of it
@@ -276,8 +276,8 @@ class Model:
         if self.arch in ("olmo2", "olmoe"):
             parts[:2] = (self.after(i, f"attn_{x}_norm", parts["qk".index(x)]) for x in "qk")
         q, k, v = (part.reshape(time, -1, self.head) for part in parts)
-        late = self.arch == "hunyuan-dense"
-        if self.arch not in ("olmo2", "olmoe") and not late:
+        norm_after_rope = self.arch == "hunyuan-dense"
+        if self.arch not in ("olmo2", "olmoe") and not norm_after_rope:
             q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
         if self.turns(i):
             q, k = self.rotated(i, q), self.rotated(i, k)
@@ -286,15 +286,15 @@ class Model:
         elif self.arch == "llama4":
             number = (np.arange(time) + 1) // self.keys["attention.sliding_window"]
             q = q * (1 + 0.1 * np.log(1 + number))[:, None, None]
-        if late:
+        if norm_after_rope:
             q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
         warmth = self.keys.get("attention.temperature_scale", 0.0)
         q = q * (1 + warmth * np.log(1 + np.arange(time) // self.original))[:, None, None]
-        ago = np.arange(time)[:, None] - np.arange(time)
-        hidden = (ago < 0) | (ago >= self.window(i))
+        distance = np.arange(time)[:, None] - np.arange(time)
+        hidden = (distance < 0) | (distance >= self.window(i))
         if self.arch == "llama4":
             chunk = np.arange(time) // self.window(i)
-            hidden = (ago < 0) | (chunk[:, None] != chunk)
+            hidden = (distance < 0) | (chunk[:, None] != chunk)
         y = np.empty_like(q)
         for head in range(self.heads):
             group = head // (self.heads // self.kv)
@@ -327,15 +327,15 @@ class Model:
 
     def local(self, i: int) -> bool:
         """Whether a block sees a window only."""
-        every = self.keys.get(
+        pattern = self.keys.get(
             "attention.sliding_window_pattern",
             {"gemma2": 2, "gpt-oss": 2, "gemma3": 6}.get(self.arch, 4),
         )
-        if np.ndim(every):
-            return bool(every[i])
-        known = ("gemma2", "gemma3", "cohere2", "olmo2", "exaone4", "gpt-oss", "llama4")
-        there = self.arch in known and self.keys.get("attention.sliding_window", 0)
-        return bool(there) and (i + 1) % every != 0
+        if np.ndim(pattern):
+            return bool(pattern[i])
+        window_archs = ("gemma2", "gemma3", "cohere2", "olmo2", "exaone4", "gpt-oss", "llama4")
+        has_window = self.arch in window_archs and self.keys.get("attention.sliding_window", 0)
+        return bool(has_window) and (i + 1) % pattern != 0
 
     def window(self, i: int) -> float:
         return self.keys["attention.sliding_window"] if self.local(i) else np.inf
@@ -349,11 +349,11 @@ class Model:
         turn = growth * np.exp(1j * np.arange(len(x))[:, None] * angle)[:, None]
         if self.arch in HALVES | DELTA_NETS:
             pairs = (x[..., :n] + 1j * x[..., n : 2 * n]) * turn
-            made = np.concatenate([pairs.real, pairs.imag], axis=-1)
+            turned_pairs = np.concatenate([pairs.real, pairs.imag], axis=-1)
         else:
             pairs = (x[..., 0 : 2 * n : 2] + 1j * x[..., 1 : 2 * n : 2]) * turn
-            made = np.stack([pairs.real, pairs.imag], axis=-1).reshape(*x.shape[:-1], 2 * n)
-        return np.concatenate([made, x[..., 2 * n :]], axis=-1)
+            turned_pairs = np.stack([pairs.real, pairs.imag], axis=-1).reshape(*x.shape[:-1], 2 * n)
+        return np.concatenate([turned_pairs, x[..., 2 * n :]], axis=-1)
 
     def angles(self, i: int) -> tuple[np.ndarray, float]:
         """Turn of each pair from one position to the next, and what rope multiplies lengths by."""
@@ -412,18 +412,20 @@ class Model:
             or self.keys.get("expert_gating_func") == 2
         ):
             p = 1 / (1 + np.exp(-logits))
-        better = p + self.w.get(f"blk.{i}.exp_probs_b.bias", 0)
+        selection_scores = p + self.w.get(f"blk.{i}.exp_probs_b.bias", 0)
         if (groups := self.keys.get("expert_group_count", 1)) > 1:
-            apart = better.reshape(len(x), groups, -1)
+            apart = selection_scores.reshape(len(x), groups, -1)
             best = np.argsort(-np.sort(apart)[..., -2:].sum(-1))[
                 :, : self.keys["expert_group_used_count"]
             ]
             out = np.ones((len(x), groups), bool)
             np.put_along_axis(out, best, False, axis=1)
-            better = np.where(out[..., None], -np.inf, apart).reshape(better.shape)
+            selection_scores = np.where(out[..., None], -np.inf, apart).reshape(
+                selection_scores.shape
+            )
         y = np.zeros_like(x)
         for t in range(len(x)):
-            chosen = np.argsort(-better[t])[: self.keys["expert_used_count"]]
+            chosen = np.argsort(-selection_scores[t])[: self.keys["expert_used_count"]]
             apart = self.arch in ("qwen2moe", "olmoe", "llama4") or (
                 self.arch in ("glm4moe", "deepseek2") and not self.keys.get("expert_weights_norm")
             )

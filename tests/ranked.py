@@ -25,11 +25,11 @@ def train(folder: Path, name: str, *more: str) -> list[str]:
 
 
 def done(command: list[str], code: int = 0, **environment: str) -> str:
-    ended = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
     )
-    assert ended.returncode == code, ended.stderr
-    return ended.stderr
+    assert process.returncode == code, process.stderr
+    return process.stderr
 
 
 def losses(folder: Path, name: str, key: str = "loss") -> np.ndarray:
@@ -58,14 +58,19 @@ def close(folder: Path, one: str, other: str, steps: int) -> None:
 def by_hand(command: Sequence[str], *each: Sequence[str], on: Hosts | None = None) -> Started:
     """A rank for each list of more arguments, as torchrun starts them; each on a host of its own if there are any."""
     port, started = distributed.free_port(), []
-    for rank, more in enumerate(each):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(len(each)), "MASTER_PORT": str(port)}
-        own |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        whole = [*command, *more]
+    for rank, extra_args in enumerate(each):
+        rank_env = {"RANK": str(rank), "WORLD_SIZE": str(len(each)), "MASTER_PORT": str(port)}
+        rank_env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        full_command = [*command, *extra_args]
         if on is not None:
-            own, whole = on.environment(rank, len(each), port), on.command(rank, whole)
+            rank_env, full_command = (
+                on.environment(rank, len(each), port),
+                on.command(rank, full_command),
+            )
         started.append(
-            subprocess.Popen(whole, stderr=subprocess.PIPE, text=True, env={**os.environ, **own})
+            subprocess.Popen(
+                full_command, stderr=subprocess.PIPE, text=True, env={**os.environ, **rank_env}
+            )
         )
     return started
 
@@ -73,15 +78,15 @@ def by_hand(command: Sequence[str], *each: Sequence[str], on: Hosts | None = Non
 def begun(checkpoint: Path, started: Started) -> None:
     """Until a run has saved twice."""
     while not checkpoint.with_suffix(".previous.gguf").exists():
-        assert all(one.poll() is None for one in started), errors(started, 30)
+        assert all(process.poll() is None for process in started), errors(started, 30)
         time.sleep(0.05)
 
 
 def errors(started: Started, seconds: float) -> list[str]:
     """What the ranks say at last; each must end, and fail, within so many seconds."""
-    until, found = time.monotonic() + seconds, []
-    for one in started:
-        said = one.communicate(timeout=max(until - time.monotonic(), 0))[1]
-        assert one.returncode != 0
-        found.append(said.splitlines()[-1] if said else "")
-    return found
+    until, last_lines = time.monotonic() + seconds, []
+    for process in started:
+        said = process.communicate(timeout=max(until - time.monotonic(), 0))[1]
+        assert process.returncode != 0
+        last_lines.append(said.splitlines()[-1] if said else "")
+    return last_lines

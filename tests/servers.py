@@ -30,8 +30,8 @@ class Served:
     ) -> tuple[int, str, bytes]:
         """Status, content type and body of the answer; on a connection that is kept, if one is given."""
         if connection is None:
-            with self.connection() as own:
-                return self.ask(ask, own)
+            with self.connection() as new_connection:
+                return self.ask(ask, new_connection)
         connection.putrequest(ask.method, ask.path, skip_accept_encoding=True)
         for name, value in ({"Content-Length": str(len(ask.body))} | ask.headers).items():
             connection.putheader(name, value)
@@ -58,7 +58,7 @@ def _port(process: "subprocess.Popen[bytes]", log: Path) -> int:
     """The port that it says it listens on."""
     end = time.monotonic() + READY
     while time.monotonic() < end and process.poll() is None:
-        if found := re.search(r"listening on http://[^ ]*:(\d+)", log.read_text()):
-            return int(found[1])
+        if match := re.search(r"listening on http://[^ ]*:(\d+)", log.read_text()):
+            return int(match[1])
         time.sleep(0.02)
     raise AssertionError(log.read_text())

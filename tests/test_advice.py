@@ -126,7 +126,7 @@ def test_files_from_before_gguf(folder: Path, content: bytes, said: str) -> None
 def test_every_command_leads_on(folder: Path, command: str, capsys: pytest.CaptureFixture[str]):
     (folder / "a.txt").write_text("a")
     words = command.split()
-    where = (
+    position = (
         1
         if words[0] == "merge"
         else len(words)
@@ -135,5 +135,5 @@ def test_every_command_leads_on(folder: Path, command: str, capsys: pytest.Captu
         if words[0] == "plan"
         else 1
     )
-    assert main([*words[:where], "gemma3:270m", *words[where:]]) == 2
+    assert main([*words[:position], "gemma3:270m", *words[position:]]) == 2
     assert "ollama show --modelfile gemma3:270m" in capsys.readouterr().err

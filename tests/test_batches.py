@@ -27,14 +27,14 @@ def plain(batch: dict[str, np.ndarray]) -> dict[str, list]:
 
 def targets(batches: Batches, epoch: int = 0) -> Counter[tuple[int, int]]:
     """How often each pair of a token and its target counts in an epoch."""
-    found: Counter[tuple[int, int]] = Counter()
+    pair_counts: Counter[tuple[int, int]] = Counter()
     for index in range(epoch * len(batches), (epoch + 1) * len(batches)):
         batch = batches[index]
         counted = batch["weights"] == 1
-        found.update(
+        pair_counts.update(
             zip(batch["tokens"][counted].tolist(), batch["targets"][counted].tolist(), strict=True)
         )
-    return found
+    return pair_counts
 
 
 def wanted(tokens: Tokens) -> Counter[tuple[int, int]]:
@@ -83,25 +83,25 @@ def test_every_token_is_a_target_once(rows: int, time: int, shuffle: bool, fill:
 def test_random_offsets_leave_out_at_most_one_target(time: int):
     tokens = tokens_of(7, 1, 30, 2, 2, 14)
     batches = Batches(tokens, 2, time, seed=5)
-    firsts = set()
+    first_missing = set()
     for epoch in range(20):
         missing = wanted(tokens) - targets(batches, epoch)
         assert missing.total() <= 1 and not targets(batches, epoch) - wanted(tokens)
-        firsts.add(min(Counter(missing), default=None))
-    assert len(firsts) > 5  # other places in other epochs
+        first_missing.add(min(Counter(missing), default=None))
+    assert len(first_missing) > 5  # other places in other epochs
 
 
 def test_an_index_says_everything():
     tokens = tokens_of(*range(1, 30))
     batches = Batches(tokens, 2, 8, seed=7)
     order = [*range(3 * len(batches))]
-    one = [plain(batches[i]) for i in order]
-    other = {i: plain(Batches(tokens, 2, 8, seed=7)[i]) for i in reversed(order)}
-    assert all(one[i] == other[i] for i in order)
+    expected = [plain(batches[i]) for i in order]
+    reordered = {i: plain(Batches(tokens, 2, 8, seed=7)[i]) for i in reversed(order)}
+    assert all(expected[i] == reordered[i] for i in order)
     for i in (40, 2, 70, 2):
-        assert plain(batches[i]) == one[i]
-    assert plain(Batches(tokens, 2, 8, seed=8)[0]) != one[0]
-    assert one[0] != one[len(batches)]
+        assert plain(batches[i]) == expected[i]
+    assert plain(Batches(tokens, 2, 8, seed=8)[0]) != expected[0]
+    assert expected[0] != expected[len(batches)]
 
 
 def test_an_unshuffled_epoch_is_like_every_other():
@@ -111,11 +111,11 @@ def test_an_unshuffled_epoch_is_like_every_other():
 
 def test_a_shuffled_epoch_has_the_windows_of_an_unshuffled_one():
     tokens = tokens_of(*range(1, 30))
-    plainly = Batches(tokens, 1, 8, shuffle=False)
+    unshuffled = Batches(tokens, 1, 8, shuffle=False)
     shuffled = Batches(tokens, 1, 8, random_offsets=False)
     rows = [
         [batches[i]["tokens"].tolist() for i in range(len(batches))]
-        for batches in (plainly, shuffled)
+        for batches in (unshuffled, shuffled)
     ]
     assert rows[0] != rows[1] and sorted(rows[0]) == sorted(rows[1])
 
@@ -144,9 +144,9 @@ def test_positions_and_documents_within_rows(fill: bool):
 def test_what_is_padding_changes_nothing_else():
     """A row's own tokens come before its padding, which is a document of its own."""
     batch = Batches(tokens_of(3), 1, 9, shuffle=False)[0]
-    own = batch["weights"][0] == 1
-    assert own.tolist() == [True] * 4 + [False] * 5
-    assert not set(batch["seq"][0][own]) & set(batch["seq"][0][~own])
+    is_own_token = batch["weights"][0] == 1
+    assert is_own_token.tolist() == [True] * 4 + [False] * 5
+    assert not set(batch["seq"][0][is_own_token]) & set(batch["seq"][0][~is_own_token])
 
 
 def test_negative_seeds_and_wide_ids():

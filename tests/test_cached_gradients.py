@@ -25,9 +25,9 @@ def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
     w = transformer.weights(config)
     named = {name: input(name, (ROWS, TIME), i32) for name in ("tokens", "targets", "pos", "seq")}
     weights = input("weights", (ROWS, TIME))
-    kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    seen: list[tuple[Tensor, Tensor]] = []
-    ends = list[Tensor]()
+    cached_pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    cached_positions: list[tuple[Tensor, Tensor]] = []
+    hidden_states = list[Tensor]()
 
     def joined(parts: list[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else ops.concat(parts, axis=1)
@@ -38,8 +38,8 @@ def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
             ops.narrow(named[name], axis=1, start=at, length=size)
             for name in ("tokens", "pos", "seq")
         )
-        seen.append((pos, seq))
-        all_pos, all_seq = (joined([*found]) for found in zip(*seen, strict=True))
+        cached_positions.append((pos, seq))
+        all_pos, all_seq = (joined([*tensors]) for tensors in zip(*cached_positions, strict=True))
 
         def attend(
             i: int,
@@ -49,18 +49,20 @@ def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
             sinks: Tensor | None,
             where=(pos, all_pos, seq, all_seq),
         ) -> Tensor:
-            kept.setdefault(i, []).append((k, v))
-            keys, held = (joined([*found]) for found in zip(*kept[i], strict=True))
-            return transformer.mixed(config, i, q, keys, held, sinks, *where)
+            cached_pairs.setdefault(i, []).append((k, v))
+            keys, cached_values = (
+                joined([*tensors]) for tensors in zip(*cached_pairs[i], strict=True)
+            )
+            return transformer.mixed(config, i, q, keys, cached_values, sinks, *where)
 
         *_, h = transformer.stream(config, w, tokens, pos, Mixer(attend), TIME)
-        ends.append(h)
+        hidden_states.append(h)
         at += size
-    x = transformer.output_norm(config, w, joined(ends))
-    given = transformer.head(w), named["targets"], weights
-    loss, losses = ops.linear_cross_entropy(x, *given, chunk=16, softcap=0.0)[:2]
-    found = differentiate(loss, list(w.values()))
-    return Graph({"loss": loss, "losses": losses, **{f"d/{t.name}": d for t, d in found.items()}})
+    x = transformer.output_norm(config, w, joined(hidden_states))
+    head_args = transformer.head(w), named["targets"], weights
+    loss, losses = ops.linear_cross_entropy(x, *head_args, chunk=16, softcap=0.0)[:2]
+    tensors = differentiate(loss, list(w.values()))
+    return Graph({"loss": loss, "losses": losses, **{f"d/{t.name}": d for t, d in tensors.items()}})
 
 
 def data(config: Config) -> dict[str, np.ndarray]:
@@ -83,24 +85,24 @@ def close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 def test_chunks_give_the_gradients_of_the_whole(config: Config, sizes: tuple[int, ...]) -> None:
     """A later chunk's loss reaches the weights through the keys and values of the earlier ones."""
     start = values(config)
-    given = data(config)
-    wanted = bind(gradients(config, ROWS, TIME), start)(given)
-    close(bind(in_chunks(config, sizes), start)(given), wanted)
+    inputs = data(config)
+    expected = bind(gradients(config, ROWS, TIME), start)(inputs)
+    close(bind(in_chunks(config, sizes), start)(inputs), expected)
 
 
 def test_several_texts_in_one_row_give_the_sum_of_each() -> None:
     """Two texts of unlike length, one after the other in the row, do not see each other; nor do their gradients."""
-    start, whole = values(CONFIG), data(CONFIG)
+    start, inputs = values(CONFIG), data(CONFIG)
     lengths = 5, 7
-    row = {name: value[:1].copy() for name, value in whole.items()}
+    row = {name: value[:1].copy() for name, value in inputs.items()}
     row["pos"][0] = np.concatenate([np.arange(n) for n in lengths])
     row["seq"][0] = np.repeat([0, 1], lengths)
-    found = bind(gradients(CONFIG, 1, TIME), start)(row)
+    outputs = bind(gradients(CONFIG, 1, TIME), start)(row)
     parts, at = [], 0
     for n in lengths:
         part = {name: value[:, at : at + n] for name, value in row.items()}
         parts.append(bind(gradients(CONFIG, 1, n), start)(part))
         at += n
     losses = np.concatenate([part.pop("losses") for part in parts], axis=1)
-    np.testing.assert_allclose(found.pop("losses"), losses, atol=1e-5)
-    close(found, {name: parts[0][name] + parts[1][name] for name in parts[0]})
+    np.testing.assert_allclose(outputs.pop("losses"), losses, atol=1e-5)
+    close(outputs, {name: parts[0][name] + parts[1][name] for name in parts[0]})

@@ -52,10 +52,12 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     def note(self: Talk, ids: list[int], limits: object) -> object:
         cached = list(self._generator.fed)
-        same = next(
+        num_shared = next(
             (i for i, (a, b) in enumerate(zip(cached, ids, strict=False)) if a != b), len(cached)
         )
-        seen.append((self._tokenizer.decode(ids, special=True), len(ids) - min(same, len(ids) - 1)))
+        seen.append(
+            (self._tokenizer.decode(ids, special=True), len(ids) - min(num_shared, len(ids) - 1))
+        )
         return before(self, ids, limits)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Talk, "_reply", note)
@@ -96,8 +98,8 @@ def test_commands(
     assert spoken(replace(settings(model, seed=3), temp=5.0), lines, monkeypatch) == 0
     out, said = capsys.readouterr()
     assert [text for text, _ in prompts] == ["<s>u abc\na ", "<s>u abc\na ", "<s>u d\na "]
-    first, again, _ = out.splitlines()
-    assert first != again
+    first, second, _ = out.splitlines()
+    assert first != second
     assert "no message to answer" in said and "/what is not a command" in said
     assert "/regen  generate another answer" in said
 
@@ -106,15 +108,15 @@ def test_a_full_context_is_said_and_can_be_cleared(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = "a b c d e f g h"
-    given = replace(settings(model, ctx=24), n_predict=-1)
-    assert spoken(given, f"a\n{long}\n/clear\n{long}\n", monkeypatch, terminal=True) == 0
+    chat_settings = replace(settings(model, ctx=24), n_predict=-1)
+    assert spoken(chat_settings, f"a\n{long}\n/clear\n{long}\n", monkeypatch, terminal=True) == 0
     said = capsys.readouterr().err
     assert said.count("the context of 24 tokens is full") == 2
     assert (
         "tokens and the context 24; start a new one, or make room for more (--ctx); /clear" in said
     )
     with pytest.raises(InputError, match="and the context 24; start a new one"):
-        spoken(given, f"a\n{long}\n", monkeypatch)
+        spoken(chat_settings, f"a\n{long}\n", monkeypatch)
 
 
 def test_a_message_that_the_template_refuses_is_left_out(
@@ -150,9 +152,9 @@ def test_ctrl_c_ends_an_answer(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(event_output, "write", then_stop)
-    given = replace(settings(model), n_predict=60)
+    chat_settings = replace(settings(model), n_predict=60)
     # on a terminal the conversation goes on; in a script nobody is there to go on
-    assert spoken(given, "a\nb\n", monkeypatch, terminal) == (0 if terminal else 130)
+    assert spoken(chat_settings, "a\nb\n", monkeypatch, terminal) == (0 if terminal else 130)
     assert (len("".join(written)) > 30) == terminal  # only the first answer is cut
     assert signal.getsignal(signal.SIGINT) is before
 

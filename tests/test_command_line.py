@@ -133,21 +133,21 @@ def test_other_threads_run_commands_that_load_little(capsys):
 def test_a_cpu_to_compile_for_is_one_that_is_here(tmp_path, capsys, monkeypatch):
     """Code for features that the CPU lacks would end the process by a signal."""
     monkeypatch.setitem(runtime.CPUS, "later", {"CPU_NAME": "later", "CPU_FEATURES": "+avx2,+z9"})
-    for asked, sentence in (
+    for cpu_name, sentence in (
         ("AVX2", "PACKTRAIN_CPU: AVX2 is unknown; it must be avx2 or avx512 or later, or unset"),
         ("later", "PACKTRAIN_CPU: later: this CPU has no "),
     ):
-        monkeypatch.setenv("PACKTRAIN_CPU", asked)
+        monkeypatch.setenv("PACKTRAIN_CPU", cpu_name)
         code, lines = left(["inspect", str(tmp_path / "m.gguf")], capsys)
         assert code == 2 and len(lines) == 1 and sentence in lines[0], lines
 
 
 def test_names_that_were_meant():
-    known = ("--memory", "--max-grad-norm", "-o", "--output")
-    assert did_you_mean("--memroy", known) == "; did you mean --memory?"
-    assert did_you_mean("--max", known) == "; did you mean --max-grad-norm?"
-    assert did_you_mean("--MEMORY", known) == "; did you mean --memory?"
-    assert did_you_mean("--colour", known) == did_you_mean("--", known) == ""
+    options = ("--memory", "--max-grad-norm", "-o", "--output")
+    assert did_you_mean("--memroy", options) == "; did you mean --memory?"
+    assert did_you_mean("--max", options) == "; did you mean --max-grad-norm?"
+    assert did_you_mean("--MEMORY", options) == "; did you mean --memory?"
+    assert did_you_mean("--colour", options) == did_you_mean("--", options) == ""
 
 
 def test_counts():
@@ -193,14 +193,14 @@ def test_every_option_of_a_run_has_a_group_and_help(capsys):
                 field.name
             )
     for name in COMMANDS:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error:
             main([*name.split(), "--help-all"])
-        assert ended.value.code == 0
+        assert error.value.code == 0
         text = capsys.readouterr().out
         assert f"usage: packtrain {name}" in text
         headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":")]
-        known = [heading for heading in headings if heading in GROUPS]
-        assert known == sorted(known, key=GROUPS.index)
+        groups = [heading for heading in headings if heading in GROUPS]
+        assert groups == sorted(groups, key=GROUPS.index)
 
 
 @pytest.mark.parametrize("columns, longest", [(80, 80), (100, 100), (240, 100)])
@@ -209,17 +209,17 @@ def test_a_help_is_short_and_help_all_has_every_option(columns, longest, monkeyp
     for name in COMMANDS:
         helps = dict[str, list[str]]()
         for option_name in ("--help", "--help-all"):
-            with pytest.raises(SystemExit) as ended:
+            with pytest.raises(SystemExit) as error:
                 main([*name.split(), option_name])
-            assert ended.value.code == 0
+            assert error.value.code == 0
             helps[option_name] = capsys.readouterr().out.splitlines()
-            most = longest if option_name == "--help" else 100
-            assert max(map(len, helps[option_name])) <= most, name
+            max_width = longest if option_name == "--help" else 100
+            assert max(map(len, helps[option_name])) <= max_width, name
         assert len(helps["--help"]) <= 40, f"{name}: {len(helps['--help'])} lines"
-        every = " ".join(helps["--help-all"])
+        full_help = " ".join(helps["--help-all"])
         for field in fields(cli._settings(name)):
             shown = field.name.upper() if field.metadata.get("positional") else flag_of(field.name)
-            assert f" {shown}" in every.replace("--[no-]", "--"), shown
+            assert f" {shown}" in full_help.replace("--[no-]", "--"), shown
         short = bool(getattr(cli._settings(name), "COMMON", ""))
         assert short == any("--help-all shows every option" in line for line in helps["--help"])
         assert short or len(fields(cli._settings(name))) <= 25, f"{name} needs a COMMON"
@@ -255,15 +255,15 @@ def run(command: str, *arguments: str, **variables: str) -> subprocess.Completed
 def test_streams_that_are_closed(tmp_path):
     model = tmp_path / "m.gguf"
     save(model)
-    ended = run("P <&-", "chat", str(model))
-    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
-    ended = run("P <&- >&- 2>&-", "inspect", str(model))
-    assert (ended.returncode, ended.stderr) == (0, "")
-    ended = run("P | head -n 1; exit ${PIPESTATUS[0]}", "inspect", str(model), "--tensors")
-    assert ended.returncode in (0, 1) and ended.stderr == "", "it may have written all before"
-    ended = run("P > /dev/full", "inspect", str(model))
-    assert ended.returncode == 1
-    assert ended.stderr == "packtrain: error: no space left on device\n"
+    process = run("P <&-", "chat", str(model))
+    assert (process.returncode, "Traceback" in process.stderr) == (0, False), process.stderr
+    process = run("P <&- >&- 2>&-", "inspect", str(model))
+    assert (process.returncode, process.stderr) == (0, "")
+    process = run("P | head -n 1; exit ${PIPESTATUS[0]}", "inspect", str(model), "--tensors")
+    assert process.returncode in (0, 1) and process.stderr == "", "it may have written all before"
+    process = run("P > /dev/full", "inspect", str(model))
+    assert process.returncode == 1
+    assert process.stderr == "packtrain: error: no space left on device\n"
 
 
 def test_an_input_error_keeps_to_one_line():

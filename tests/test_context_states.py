@@ -37,9 +37,9 @@ from tests.test_context import Q8_0, RING, WINDOWED, context, off
 
 
 def test_numbers_out_of_range_change_nothing():
-    made = context()
-    made.decode([1, 2, 3], 1)
-    before = made.pools.all.sets.copy()
+    ctx = context()
+    ctx.decode([1, 2, 3], 1)
+    before = ctx.pools.all.sets.copy()
     for tokens, seqs, line in (
         ([1], 4, "there is no sequence 4; there are 4, from 0 on"),
         ([1, 2], [0], "there are 2 tokens and sequences for 1"),
@@ -55,37 +55,37 @@ def test_numbers_out_of_range_change_nothing():
         ([1] * 20, [*[0] * 19, (0, 1)], "for sequences 0 and 1, whose next positions are 19 and 3"),
     ):
         with pytest.raises(ContextError, match=line):
-            made.decode(tokens, seqs)
-    for wanted in ([3], [-1], [1, 0], [1, 1]):
+            ctx.decode(tokens, seqs)
+    for positions in ([3], [-1], [1, 0], [1, 1]):
         with pytest.raises(
             ContextError, match=r"wanted places must ascend, from 0 to 2; these are"
         ):
-            made.decode([1, 2, 3], 0, wanted=wanted)
-    for call in (made.remove, made.keep, made.release):
+            ctx.decode([1, 2, 3], 0, wanted=positions)
+    for call in (ctx.remove, ctx.keep, ctx.release):
         with pytest.raises(ContextError, match="there is no sequence 9"):
             call(9)
     with pytest.raises(ContextError, match="divisor is 0; it must be a whole number, at least 1"):
-        made.divide(1, 0)
+        ctx.divide(1, 0)
     for call, line in (
-        (lambda: made.remove(1, -2), "since is -2; it must be a whole number, at least 0"),
-        (lambda: made.copy(1, 0, 0, 1.5), "until is 1.5; it must be a whole number"),
-        (lambda: made.shift(1, 0.5), "by is 0.5; it must be a whole number"),
-        (lambda: made.shift(1, 2**31 - 1), "positions are at most 2147483647"),
-        (lambda: made.divide(1, 2**31), "positions are at most 2147483647"),
-        (lambda: made.decode([1], 0, wanted=[0.5]), "wanted places must ascend"),
-        (lambda: made.tokens(-1), "there is no sequence -1"),
-        (lambda: made.next(9), "there is no sequence 9"),
+        (lambda: ctx.remove(1, -2), "since is -2; it must be a whole number, at least 0"),
+        (lambda: ctx.copy(1, 0, 0, 1.5), "until is 1.5; it must be a whole number"),
+        (lambda: ctx.shift(1, 0.5), "by is 0.5; it must be a whole number"),
+        (lambda: ctx.shift(1, 2**31 - 1), "positions are at most 2147483647"),
+        (lambda: ctx.divide(1, 2**31), "positions are at most 2147483647"),
+        (lambda: ctx.decode([1], 0, wanted=[0.5]), "wanted places must ascend"),
+        (lambda: ctx.tokens(-1), "there is no sequence -1"),
+        (lambda: ctx.next(9), "there is no sequence 9"),
     ):
         with pytest.raises(ContextError, match=line):
             call()
-    assert np.array_equal(made.pools.all.sets, before) and made.tokens(1) == [1, 2, 3]
+    assert np.array_equal(ctx.pools.all.sets, before) and ctx.tokens(1) == [1, 2, 3]
 
 
 def test_states_that_are_damaged_or_of_others_are_refused(tmp_path: Path):
-    made = context()
-    made.decode([1, 2, 3], 1)
-    state, path = made.save([1]), tmp_path / "a.state"
-    made.save_file(path, [1])
+    ctx = context()
+    ctx.decode([1, 2, 3], 1)
+    state, path = ctx.save([1]), tmp_path / "a.state"
+    ctx.save_file(path, [1])
     assert path.read_bytes() == state
     for at in (2, 5, 40, len(state) // 2, len(state) - 1):
         damaged = bytearray(state)
@@ -93,14 +93,14 @@ def test_states_that_are_damaged_or_of_others_are_refused(tmp_path: Path):
         path.write_bytes(damaged)
         line = "not a state" if at < 4 else "does not|do not match its checksum"
         with pytest.raises(ContextError, match=f"a.state: .*({line})"):
-            made.restore_file(path)
+            ctx.restore_file(path)
     for cut in (0, 3, 20, len(state) - 1):
         with pytest.raises(ContextError, match=r"not a state|checksum"):
-            made.restore(state[:cut])
+            ctx.restore(state[:cut])
     with pytest.raises(ContextError, match="the state has 1 sequences; 2 are given"):
-        made.restore(state, [0, 1])
+        ctx.restore(state, [0, 1])
     with pytest.raises(ContextError, match=r"one sequence cannot take several .*\[2, 2\]"):
-        made.restore(made.save([0, 1]), [2, 2])
+        ctx.restore(ctx.save([0, 1]), [2, 2])
     with pytest.raises(ContextError, match="saved with another type of cache"):
         of_bytes(state, replace(Origin(), cache="f16"), {})
     small = context(cells=2)
@@ -111,20 +111,20 @@ def test_states_that_are_damaged_or_of_others_are_refused(tmp_path: Path):
 
 def signed(about: bytes, rest: bytes) -> bytes:
     """A state whose checksum fits."""
-    whole = HEAD.pack(MAGIC, VERSION, len(about)) + about + rest
-    return whole + hashlib.sha256(whole).digest()
+    payload = HEAD.pack(MAGIC, VERSION, len(about)) + about + rest
+    return payload + hashlib.sha256(payload).digest()
 
 
 def test_states_that_fit_their_checksum_but_no_context_are_refused():
-    made = context()
-    made.decode([1, 2, 3], 1)
-    state = made.save([1])
+    ctx = context()
+    ctx.decode([1, 2, 3], 1)
+    state = ctx.save([1])
     size = HEAD.unpack(state[: HEAD.size])[2]
     about = json.loads(state[HEAD.size : HEAD.size + size])
     rest = state[HEAD.size + size : -DIGEST]
     assert signed(json.dumps(about).encode(), rest) == state
-    far = np.array([7, 7, 7], "i8").tobytes()
-    for how, line in (
+    bad_bytes = np.array([7, 7, 7], "i8").tobytes()
+    for changes, line in (
         ({"cells": {"cell_": 10**30}}, r"has no 1,000,.* cells"),
         ({"cells": {"cell_": -3}}, "has no -3 cells"),
         ({"cells": {}}, "has no -1 cells"),
@@ -136,38 +136,38 @@ def test_states_that_fit_their_checksum_but_no_context_are_refused():
         ({"origin": {"cache": {}, "other": 1}}, "description cannot be read"),
     ):
         with pytest.raises(ContextError, match=line):
-            made.restore(signed(json.dumps(about | how).encode(), rest))
+            ctx.restore(signed(json.dumps(about | changes).encode(), rest))
     for text in (b"", b"[]", b"[" * 10**5, b"\xff"):
         with pytest.raises(ContextError, match="description cannot be read"):
-            made.restore(signed(text, rest))
-    for damaged in (rest[:12] + far + rest[36:], b"\xff" * 12 + rest[12:]):
+            ctx.restore(signed(text, rest))
+    for damaged in (rest[:12] + bad_bytes + rest[36:], b"\xff" * 12 + rest[12:]):
         with pytest.raises(ContextError, match="cells belong to no sequence"):
-            made.restore(signed(json.dumps(about).encode(), damaged))
+            ctx.restore(signed(json.dumps(about).encode(), damaged))
     with pytest.raises(ContextError, match="has no 3 cells"):
-        made.restore(signed(json.dumps(about).encode(), rest[:-1]))
-    assert made.tokens(1) == [1, 2, 3] and not made.next(0)
+        ctx.restore(signed(json.dumps(about).encode(), rest[:-1]))
+    assert ctx.tokens(1) == [1, 2, 3] and not ctx.next(0)
 
 
 @pytest.mark.parametrize("dtype", [f32, f16, Q8_0], ids=str)
 def test_a_restored_text_goes_on_bit_for_bit(dtype: Dtype):
     """In other cells, as another sequence, beside others, with a ring and without."""
     draw = np.random.default_rng(1)
-    text, other = draw.integers(0, 50, (2, 40)).tolist()
-    made = context(WINDOWED, ring=RING, dtype=dtype)
-    made.decode(text, 2)
+    text, other_text = draw.integers(0, 50, (2, 40)).tolist()
+    ctx = context(WINDOWED, ring=RING, dtype=dtype)
+    ctx.decode(text, 2)
     busy = context(WINDOWED, ring=RING, dtype=dtype)
-    busy.decode(other[:20], 1)
-    busy.restore(made.save([2]), [0])
-    busy.decode(other[20:], 1)
+    busy.decode(other_text[:20], 1)
+    busy.restore(ctx.save([2]), [0])
+    busy.decode(other_text[20:], 1)
     busy.remove(1, 5, 30)
     full = context(WINDOWED, dtype=dtype)
     full.decode(text, 3)
     assert busy.tokens(0) == text == full.tokens(3)
     for at in range(0, 24, 3):
         part = text[at : at + 3]
-        want = made.decode(part, 2, wanted=[0, 1, 2])
-        assert np.array_equal(want, full.decode(part, 3, wanted=[0, 1, 2]))
-        assert np.array_equal(want, busy.decode(part, 0, wanted=[0, 1, 2]))
+        expected = ctx.decode(part, 2, wanted=[0, 1, 2])
+        assert np.array_equal(expected, full.decode(part, 3, wanted=[0, 1, 2]))
+        assert np.array_equal(expected, busy.decode(part, 0, wanted=[0, 1, 2]))
 
 
 # ---- rings and checkpoints
@@ -175,68 +175,68 @@ def test_a_restored_text_goes_on_bit_for_bit(dtype: Dtype):
 
 def test_a_text_that_differs_late_reads_a_window_at_most():
     rng, lines = np.random.default_rng(3), list[str]()
-    made = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=8)
-    made._say = lines.append
+    ctx = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=8)
+    ctx._say = lines.append
     text = rng.integers(0, 50, 300).tolist()
-    made.decode(text)
+    ctx.decode(text)
     turn = [*text[:280], *rng.integers(0, 50, 30).tolist()]
-    known = made.reuse(0, turn)
-    assert 280 - WINDOWED.window <= known <= 280
-    got = made.decode(turn[known:])
+    num_reused = ctx.reuse(0, turn)
+    assert 280 - WINDOWED.window <= num_reused <= 280
+    got = ctx.decode(turn[num_reused:])
     fresh = context(WINDOWED, cells=400)
     assert off(got, fresh.decode(turn)) < 1e-5
-    far = [*text[:100], *rng.integers(0, 50, 10).tolist()]
-    assert made.reuse(0, far) == 0 and lines == [
+    early_change = [*text[:100], *rng.integers(0, 50, 10).tolist()]
+    assert ctx.reuse(0, early_change) == 0 and lines == [
         "sequence 0: no checkpoint is left of its window; its text is read anew"
     ]
-    assert off(made.decode(far), context(WINDOWED, cells=400).decode(far)) < 1e-5
+    assert off(ctx.decode(early_change), context(WINDOWED, cells=400).decode(early_change)) < 1e-5
 
 
 def test_what_is_known_is_less_than_all():
-    made = context()
-    made.decode([5, 6, 7])
-    assert made.reuse(0, [5, 6, 7]) == 2 and made.tokens(0) == [5, 6]
-    assert made.reuse(0, [5, 6, 7, 8]) == 2 and made.reuse(0, [9]) == 0 and made.next(0) == 0
+    ctx = context()
+    ctx.decode([5, 6, 7])
+    assert ctx.reuse(0, [5, 6, 7]) == 2 and ctx.tokens(0) == [5, 6]
+    assert ctx.reuse(0, [5, 6, 7, 8]) == 2 and ctx.reuse(0, [9]) == 0 and ctx.next(0) == 0
 
 
 def test_a_copy_is_not_taken_back_to_what_the_sequence_was():
-    one, other = np.random.default_rng(5).integers(0, 50, (2, 150)).tolist()
-    made = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=100)
-    made.decode(one, 1)
-    made.decode(other, 0)
-    made.release(1)
-    made.copy(0, 1)
-    turn = [*other[:60], 1, 2, 3]
-    got = made.decode(turn[made.reuse(1, turn) :], 1)
+    first_text, second_text = np.random.default_rng(5).integers(0, 50, (2, 150)).tolist()
+    ctx = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=100)
+    ctx.decode(first_text, 1)
+    ctx.decode(second_text, 0)
+    ctx.release(1)
+    ctx.copy(0, 1)
+    turn = [*second_text[:60], 1, 2, 3]
+    got = ctx.decode(turn[ctx.reuse(1, turn) :], 1)
     assert off(got, context(WINDOWED, cells=400).decode(turn)) < 1e-5
 
 
 def test_tokens_that_were_given_back_leave_no_checkpoint():
-    made = context(replace(WINDOWED, window=40), cells=400, ring=60, checkpoints=20)
-    made._checkpoints.spacing = 4
+    ctx = context(replace(WINDOWED, window=40), cells=400, ring=60, checkpoints=20)
+    ctx._checkpoints.spacing = 4
     draw = np.random.default_rng(6)
-    made.decode(draw.integers(0, 50, 56).tolist())
-    made.divide(0, 4)
+    ctx.decode(draw.integers(0, 50, 56).tolist())
+    ctx.divide(0, 4)
     with pytest.raises(CacheFull):
-        made.decode(draw.integers(0, 50, 30).tolist())
-    assert made.next(0) == 14 and made._checkpoints.last(0, 1000) is None
+        ctx.decode(draw.integers(0, 50, 30).tolist())
+    assert ctx.next(0) == 14 and ctx._checkpoints.last(0, 1000) is None
 
 
 def test_states_have_the_window_and_fit_beside_full_ones():
     """A sequence alone has all of the ring; its states do not."""
     draw = np.random.default_rng(7)
-    made = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=8)
+    ctx = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=8)
     text = draw.integers(0, 50, 150).tolist()
-    made.decode(text)
-    state = made.save([0])
+    ctx.decode(text)
+    state = ctx.save([0])
     for seq in (1, 2, 3):
-        made.decode(draw.integers(0, 50, 60).tolist(), seq)
+        ctx.decode(draw.integers(0, 50, 60).tolist(), seq)
     turn = [*text[:130], 1, 2]
     fresh = context(WINDOWED, cells=400)
-    assert off(made.decode(turn[made.reuse(0, turn) :]), fresh.decode(turn)) < 1e-5
-    made.restore(state)
+    assert off(ctx.decode(turn[ctx.reuse(0, turn) :]), fresh.decode(turn)) < 1e-5
+    ctx.restore(state)
     fresh.remove(0)
-    assert off(made.decode([3]), fresh.decode([*text, 3])) < 1e-5
+    assert off(ctx.decode([3]), fresh.decode([*text, 3])) < 1e-5
 
 
 # ---- room
@@ -244,22 +244,22 @@ def test_states_have_the_window_and_fit_beside_full_ones():
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_what_is_released_stays_where_it_would_not_make_enough_room(parts: bool):
-    made = context(cells=40, parts=parts)
-    made.decode([1, 2, 3], 1)
-    made.release(1)
+    ctx = context(cells=40, parts=parts)
+    ctx.decode([1, 2, 3], 1)
+    ctx.release(1)
     with pytest.raises(CacheFull, match="41 tokens wanted"):
-        made.decode([1] * 41, 0)
-    assert made.tokens(1) == [1, 2, 3]
+        ctx.decode([1] * 41, 0)
+    assert ctx.tokens(1) == [1, 2, 3]
 
 
 def test_a_copy_without_room_changes_nothing():
-    made = context(cells=32, parts=True)
-    made.decode([1] * 8, 0)
-    made.decode([2] * 8, 1)
-    made.shift(1, 4)
+    ctx = context(cells=32, parts=True)
+    ctx.decode([1] * 8, 0)
+    ctx.decode([2] * 8, 1)
+    ctx.shift(1, 4)
     with pytest.raises(CacheFull):
-        made.copy(0, 1, 0, 8)
-    assert made.tokens(1) == [2] * 8 and made.next(1) == 12
+        ctx.copy(0, 1, 0, 8)
+    assert ctx.tokens(1) == [2] * 8 and ctx.next(1) == 12
 
 
 # ---- files
@@ -268,13 +268,13 @@ def test_a_copy_without_room_changes_nothing():
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "gemma4", "qwen3", "deepseek2"])
 def test_a_context_of_a_file_and_a_limit(tmp_path: Path, name: str):
     random_model(tmp_path / "m.gguf", name)
-    made = Context(tmp_path / "m.gguf", cells=64, sequences=2, cache="f32")
+    ctx = Context(tmp_path / "m.gguf", cells=64, sequences=2, cache="f32")
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
-    first, second = made.decode([*tokens, *tokens[:3]], [0] * 8 + [1] * 3)
-    alone = Context(tmp_path / "m.gguf", cells=64, cache="f32")
-    assert off(first, alone.decode(tokens)[0]) < 1e-5
-    alone.remove(0)
-    assert off(second, alone.decode(tokens[:3])[0]) < 1e-5
+    first, second = ctx.decode([*tokens, *tokens[:3]], [0] * 8 + [1] * 3)
+    single = Context(tmp_path / "m.gguf", cells=64, cache="f32")
+    assert off(first, single.decode(tokens)[0]) < 1e-5
+    single.remove(0)
+    assert off(second, single.decode(tokens[:3])[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek2", "deepseek2 unsplit"])
@@ -284,11 +284,11 @@ def test_what_is_left_of_a_text_moves_up(
     """In one block, keys and values know no other token: a text without its middle is as if read anew."""
     monkeypatch.setitem(CONFIGS, name, replace(CONFIGS[name], block_count=1))
     random_model(tmp_path / "m.gguf", name)
-    made, fresh = (Context(tmp_path / "m.gguf", cells=64, cache="f32") for _ in range(2))
-    made.decode([3, 1, 4, 1, 5, 9, 2, 6])
-    made.remove(0, 2, 5)
-    made.shift(0, -3, 5)
-    assert off(made.decode([7])[0], fresh.decode([3, 1, 9, 2, 6, 7])[0]) < 1e-5
+    ctx, fresh = (Context(tmp_path / "m.gguf", cells=64, cache="f32") for _ in range(2))
+    ctx.decode([3, 1, 4, 1, 5, 9, 2, 6])
+    ctx.remove(0, 2, 5)
+    ctx.shift(0, -3, 5)
+    assert off(ctx.decode([7])[0], fresh.decode([3, 1, 9, 2, 6, 7])[0]) < 1e-5
 
 
 LIMITED = """
@@ -307,33 +307,33 @@ def test_a_limit_names_the_largest_context(tmp_path: Path):
     random_model(model, "llama")
 
     def said(cells: int, memory: int) -> str:
-        given = (sys.executable, "-c", LIMITED, str(model), str(cells), str(memory))
-        return subprocess.run(given, capture_output=True, text=True, check=True).stdout.strip()
+        command = (sys.executable, "-c", LIMITED, str(model), str(cells), str(memory))
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     line = r"a context of 50,000,000 tokens needs .* GiB, and 1.0 GiB are allowed; the largest that fits is ([\d,]+)"
-    found = re.fullmatch(line, said(50_000_000, 1 << 30))
-    assert found
-    most = int(found[1].replace(",", ""))
-    assert most > 1000 and said(most, 1 << 30) == f"cells {most}"
+    match = re.fullmatch(line, said(50_000_000, 1 << 30))
+    assert match
+    max_cells = int(match[1].replace(",", ""))
+    assert max_cells > 1000 and said(max_cells, 1 << 30) == f"cells {max_cells}"
     assert "is the least" in said(4096, 1 << 20)
     assert Context(model, cells=64, memory="16GiB").cache.cells == 64
 
 
 def test_few_plans_tell_the_largest_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also where all cells together need less than the slack."""
-    asked = list[int]()
+    planned_cells = list[int]()
 
     def counted(placed: Any, stored: Any) -> int:
-        asked.append(placed["cells"])
-        return 1000 * asked[-1]
+        planned_cells.append(placed["cells"])
+        return 1000 * planned_cells[-1]
 
     monkeypatch.setattr(context_size, "needed", counted)
     random_model(tmp_path / "m.gguf", "llama")
-    made: Any = lambda cells: (Cache(cells), {"cells": cells})  # noqa: E731
+    make_cache: Any = lambda cells: (Cache(cells), {"cells": cells})  # noqa: E731
     for cells in (64, 4000, 4200, 100_000):
         with pytest.raises(DoesNotFit, match="is the least"):
-            context_size.check_room(cells, 1, made, open_model(tmp_path / "m.gguf"), 0)
-    assert len(asked) == 8
+            context_size.check_room(cells, 1, make_cache, open_model(tmp_path / "m.gguf"), 0)
+    assert len(planned_cells) == 8
 
 
 # ---- threads
@@ -349,24 +349,24 @@ def test_contexts_and_training_in_threads_of_their_own_give_what_they_give_alone
         session = Session()
         runs = session.executors(placements(config, cache, sizes))
         session.set(values(config, seed))
-        made, found = Context.within(config, cache, sizes, runs), list[bytes]()
+        ctx, outputs = Context.within(config, cache, sizes, runs), list[bytes]()
         for _ in range(3):
-            found.append(made.decode(text)[0].tobytes())
+            outputs.append(ctx.decode(text)[0].tobytes())
             for _ in range(20):
-                last = np.frombuffer(found[-1], np.float32)
-                found.append(made.decode([int(last.argmax())])[0].tobytes())
-            made.remove(0)
-        return found
+                last = np.frombuffer(outputs[-1], np.float32)
+                outputs.append(ctx.decode([int(last.argmax())])[0].tobytes())
+            ctx.remove(0)
+        return outputs
 
     def train(seed: int) -> list[bytes]:
         optimizer = AdamW(lr=1e-3)
         run = bind(steps(config, 2, 96, optimizer), values(config, seed))
-        given = batch(config, 2, 96, seed)
-        return [run(given | optimizer.inputs(t))["loss"].tobytes() for t in range(1, 16)]
+        inputs = batch(config, 2, 96, seed)
+        return [run(inputs | optimizer.inputs(t))["loss"].tobytes() for t in range(1, 16)]
 
     jobs = (write, 0), (write, 1), (train, 2)
-    alone = [work(seed) for work, seed in jobs]
+    expected = [work(seed) for work, seed in jobs]
     with ThreadPoolExecutor(3) as pool:
         for _ in range(2):
             running = [pool.submit(work, seed) for work, seed in jobs]
-            assert [one.result() for one in running] == alone
+            assert [future.result() for future in running] == expected

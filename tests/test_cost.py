@@ -51,9 +51,9 @@ def test_samples_cost_something(name):
     assert op.sample_rule is not None
     for y in op.sample_rule():
         for step in place(Graph([y])).steps:
-            found = cost_of(step, step.results)
-            assert all(math.isfinite(n) and n >= 0 for n in found.work.values()), found
-            assert found.tasks >= 1 and moved(step, found) > 0
+            cost = cost_of(step, step.results)
+            assert all(math.isfinite(n) and n >= 0 for n in cost.work.values()), cost
+            assert cost.tasks >= 1 and moved(step, cost) > 0
             took = call_seconds(step, KNOWN, step.results)
             assert math.isfinite(took) and took > KNOWN.call
 
@@ -104,10 +104,10 @@ def test_a_task_alone_gets_one_thread():
 def test_work_that_nobody_reads_costs_nothing():
     x, w = input("x", (64, 32)), input("w", (100, 32))
     targets, weights = input("targets", (64,), packtrain.dtypes.i32), input("weights", (64,))
-    made = ops.linear_cross_entropy(x, w, targets, weights)
-    step = step_of(made[0])
+    outputs = ops.linear_cross_entropy(x, w, targets, weights)
+    step = step_of(outputs[0])
     loss, dx, both = (
-        cost_of(step, read).work["multiply"] for read in (made[:1], made[:4], made[:5])
+        cost_of(step, read).work["multiply"] for read in (outputs[:1], outputs[:4], outputs[:5])
     )
     assert loss < dx < both and dx == pytest.approx(2 * loss, rel=0.5)
 
@@ -128,19 +128,19 @@ def test_smaller_chunks_of_the_head_cost_more(dtype):
 
 def test_rates_solve_for_the_times_that_were_seen():
     timing = Timing()
-    more = {
+    extra_kinds = {
         costs.multiplying(p): rate
         for p, rate in (("bf16", 1.5e11), ("bf16x3", 8e10))
         if multiplies(p)
     }
-    known = replace(KNOWN, kinds=KNOWN.kinds | more)
+    true_rates = replace(KNOWN, kinds=KNOWN.kinds | extra_kinds)
     for kind, y in probes([Q8_0]):
         step = step_of(y)
-        timing.calls.append((kind, step, call_seconds(step, known, step.results)))
-    found = timing.rates(2)
-    assert found.kinds == pytest.approx(known.kinds, rel=0.05)
+        timing.calls.append((kind, step, call_seconds(step, true_rates, step.results)))
+    solved_rates = timing.rates(2)
+    assert solved_rates.kinds == pytest.approx(true_rates.kinds, rel=0.05)
     for name in ("flops", "nbytes", "near", "call", "region"):
-        assert getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=0.1), name
+        assert getattr(solved_rates, name) == pytest.approx(getattr(KNOWN, name), rel=0.1), name
 
 
 def test_a_busy_machine_is_noticed():
@@ -149,8 +149,12 @@ def test_a_busy_machine_is_noticed():
 
 
 def test_measuring_takes_few_bytes_and_little_time():
-    found, _ = measured([Q8_0])
-    assert found.flops > 1e8 and found.of("unpack q8_0") > 1e6 and found.threads >= 1
+    machine_rates, _ = measured([Q8_0])
+    assert (
+        machine_rates.flops > 1e8
+        and machine_rates.of("unpack q8_0") > 1e6
+        and machine_rates.threads >= 1
+    )
     for _, y in probes([Q8_0]):
         step = step_of(y)
         assert moved(step, cost_model.Cost()) <= 48 << 20
@@ -168,12 +172,12 @@ def said(tmp_path, monkeypatch):
 
 def quiet(monkeypatch, *states: bool):
     """Let measuring find a machine of ever more work a second, quiet or not."""
-    left = list(states)
+    remaining = list(states)
 
     def made(types, known=None, target=None):
-        n = len(states) - len(left) + 1
+        n = len(states) - len(remaining) + 1
         kinds = {costs.laying(t): float(n) for t in types}
-        return replace(KNOWN, flops=n * 1e9, kinds=kinds), left.pop(0)
+        return replace(KNOWN, flops=n * 1e9, kinds=kinds), remaining.pop(0)
 
     monkeypatch.setattr(kept_rates, "measured", made)
 
@@ -183,9 +187,9 @@ def test_rates_are_measured_once(said, monkeypatch):
     first = rates(False, said.append)
     assert rates(False, said.append) == first and len(said) == 1 and first.flops == 1e9
     assert rates(True, said.append).flops == 2e9
-    for torn in ("{", '{"format": 1}', '{"flops": 1.0, "nbytes": 2.0}'):
+    for damaged in ("{", '{"format": 1}', '{"flops": 1.0, "nbytes": 2.0}'):
         before = kept(kernels.threads()).read_text()
-        kept(kernels.threads()).write_text(torn)
+        kept(kernels.threads()).write_text(damaged)
         assert kept_rates.read(kept(kernels.threads())) is None
         kept(kernels.threads()).write_text(before)
     assert rates(False, said.append).flops == 2e9 and len(said) == 2
@@ -194,9 +198,9 @@ def test_rates_are_measured_once(said, monkeypatch):
 def test_another_type_is_measured_when_it_comes(said, monkeypatch):
     quiet(monkeypatch, True, True)
     rates(False, said.append)
-    found = rates(False, said.append, {Q8_0})
-    assert found.kinds == {"unpack q8_0": 2.0}
-    assert rates(False, said.append, {Q8_0}) == found and len(said) == 2
+    measured_rates = rates(False, said.append, {Q8_0})
+    assert measured_rates.kinds == {"unpack q8_0": 2.0}
+    assert rates(False, said.append, {Q8_0}) == measured_rates and len(said) == 2
 
 
 def test_a_busy_machine_is_measured_again(said, monkeypatch):
@@ -223,8 +227,8 @@ def test_a_run_that_was_off_corrects_the_next(said, monkeypatch):
 def test_slower_rates_make_every_call_slower():
     for _, y in probes([Q8_0]):
         step = step_of(y)
-        twice = call_seconds(step, KNOWN.slower(2.0), step.results)
-        assert twice == pytest.approx(2 * call_seconds(step, KNOWN, step.results))
+        slower_seconds = call_seconds(step, KNOWN.slower(2.0), step.results)
+        assert slower_seconds == pytest.approx(2 * call_seconds(step, KNOWN, step.results))
 
 
 def test_what_layers_take_longer_than_their_calls_lowers_all_rates():
@@ -232,12 +236,12 @@ def test_what_layers_take_longer_than_their_calls_lowers_all_rates():
     for kind, y in probes([]):
         step = step_of(y)
         timing.calls.append((kind, step, call_seconds(step, KNOWN, step.results)))
-    alone = timing.rates(2)
+    call_rates = timing.rates(2)
     placed = place(Graph([layers()]))
-    timing.step = placed, 1.5 * cost_model.seconds(placed, alone)
+    timing.step = placed, 1.5 * cost_model.seconds(placed, call_rates)
     assert cost_model.seconds(placed, timing.rates(2)) == pytest.approx(timing.step[1])
-    timing.step = placed, 0.5 * cost_model.seconds(placed, alone)
-    assert timing.rates(2) == alone
+    timing.step = placed, 0.5 * cost_model.seconds(placed, call_rates)
+    assert timing.rates(2) == call_rates
 
 
 def test_a_cache_that_cannot_be_written_is_read(said, monkeypatch):

@@ -17,10 +17,10 @@ from tests.test_train import arguments, said, weights
 
 def ended(losses: list[float], norm: float = 1.0, **settings: float) -> int | None:
     """After how many of these losses the run ends."""
-    given, progress = TrainSettings(**settings), Progress()
+    train_settings, progress = TrainSettings(**settings), Progress()
     for number, loss in enumerate(losses, 1):
-        progress = progress.after(1, 1.0).learnt(loss, norm, given.past)
-        if why_ended(given, progress):
+        progress = progress.after(1, 1.0).learnt(loss, norm, train_settings.past)
+        if why_ended(train_settings, progress):
             return number
     return None
 
@@ -80,20 +80,28 @@ def test_a_run_ends_where_it_does_when_resumed(
     """The result is saved and validated, and a run of two lives has the same bits; then none is left."""
     flags, sentence = RUNS[name]
     even = ["--lr-scheduler", "constant", "--warmup-ratio", "0", "--steps-per-eval", "1000"]
-    whole, parts = tmp_path / "whole.gguf", tmp_path / "parts.gguf"
-    assert main(arguments(data, whole, "--iters", "40", *even, *flags.split())) == 0
+    full_model, parts = tmp_path / "whole.gguf", tmp_path / "parts.gguf"
+    assert main(arguments(data, full_model, "--iters", "40", *even, *flags.split())) == 0
     text = "\n".join(said(capsys))
     assert re.search(f"stopped early: {sentence}", text)
     records = metrics_file.read(tmp_path / "whole.run/metrics.jsonl")[:-1]
     assert len(records) < 40 and "val_loss" in records[-1]
-    begun = max(len(records) - 1, 1)
-    assert main(arguments(data, parts, "--iters", str(begun), *even, *flags.split())) == 0
+    num_steps = max(len(records) - 1, 1)
+    assert main(arguments(data, parts, "--iters", str(num_steps), *even, *flags.split())) == 0
     resume = ["train", "-o", str(parts), "--resume", "--iters", "40"]
     assert main(resume) == 0
-    assert weights(parts) == weights(whole)
-    found = [load(tmp_path / f"{run}.run/checkpoint.gguf", print) for run in ("whole", "parts")]
-    one, other = (replace(f.progress, seconds=0.0) for f in found if f is not None)
-    assert (one.step, one.recent, one.lowest) == (other.step, other.recent, other.lowest)
+    assert weights(parts) == weights(full_model)
+    checkpoints = [
+        load(tmp_path / f"{run}.run/checkpoint.gguf", print) for run in ("whole", "parts")
+    ]
+    full_progress, parts_progress = (
+        replace(f.progress, seconds=0.0) for f in checkpoints if f is not None
+    )
+    assert (full_progress.step, full_progress.recent, full_progress.lowest) == (
+        parts_progress.step,
+        parts_progress.recent,
+        parts_progress.lowest,
+    )
     capsys.readouterr()
     assert main(resume) == 0
     line = f"early stopping has ended training after step {len(records)}; finishing {parts}"

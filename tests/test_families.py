@@ -56,12 +56,12 @@ def test_texts_are_those_of_llama_cpp(name: str):
 
 @pytest.mark.parametrize("name", MARKERS)
 def test_a_vocabulary_tells_its_family(name: str):
-    known = vocabulary("<unk>", *MARKERS[name])
-    assert family_of(known) == name
+    vocab = vocabulary("<unk>", *MARKERS[name])
+    assert family_of(vocab) == name
     assert family_of(vocabulary(*MARKERS[name][1:])) in ("", "chatml", "mistral-v3")
-    taken = choose_template(known, None)
-    assert (taken.source, taken.name) == (SOURCES[name], name)
-    assert taken.note == (
+    template = choose_template(vocab, None)
+    assert (template.source, template.name) == (SOURCES[name], name)
+    assert template.note == (
         f"chat template: {name}, since the model has none and its vocabulary has {MARKERS[name][0]};"
         " choose another with --chat-template"
     )
@@ -75,20 +75,20 @@ def test_tekken_vocabularies_have_no_spaces_after_markers():
 def test_markers_that_a_text_is_not_searched_for_are_none():
     """`<start_of_turn>` as a plain token would be spelt in pieces; the end of a turn is known by its text."""
     assert family_of(vocabulary(*MARKERS["gemma"], kind=NORMAL)) == ""
-    known = vocabulary(*MARKERS["gemma"])
-    known["tokenizer.ggml.token_type"][2] = NORMAL
-    assert family_of(known) == "gemma"
+    vocab = vocabulary(*MARKERS["gemma"])
+    vocab["tokenizer.ggml.token_type"][2] = NORMAL
+    assert family_of(vocab) == "gemma"
 
 
 def test_what_is_asked_for_comes_first(tmp_path: Path):
-    known = vocabulary(*MARKERS["gemma"])
-    assert choose_template(known, "own").source == "own" and choose_template(known, "own").why == ""
-    taken = choose_template(known, "own", template_named("phi3"))
-    assert taken.note == "chat template: phi3, from --chat-template, in place of the model's own"
+    vocab = vocabulary(*MARKERS["gemma"])
+    assert choose_template(vocab, "own").source == "own" and choose_template(vocab, "own").why == ""
+    template = choose_template(vocab, "own", template_named("phi3"))
+    assert template.note == "chat template: phi3, from --chat-template, in place of the model's own"
     path = tmp_path / "mine.jinja"
     path.write_text("{{ messages[0].content }}")
-    taken = choose_template(known, None, template_named(str(path)))
-    assert (taken.source, taken.note) == (
+    template = choose_template(vocab, None, template_named(str(path)))
+    assert (template.source, template.note) == (
         "{{ messages[0].content }}",
         "chat template: custom, from --chat-template",
     )
@@ -100,8 +100,11 @@ def test_other_vocabularies_get_chatml():
     assert with_end.why.startswith(
         "since the model has none and its vocabulary has no known markers"
     )
-    without = choose_template(vocabulary("</s>"), None)
-    assert "{{ eos_token }}" in without.source and "turns end with its EOS token" in without.why
+    eos_template = choose_template(vocabulary("</s>"), None)
+    assert (
+        "{{ eos_token }}" in eos_template.source
+        and "turns end with its EOS token" in eos_template.why
+    )
 
 
 def test_templates_that_are_not_there(tmp_path: Path):

@@ -97,19 +97,19 @@ def test_gradients_without_an_update():
 def test_some_datapoints_train_and_the_others_evaluate(optimizer, by_step):
     runs, data = trainer(optimizer), six()
     for e in (1, 2, 3, 4):
-        learnt, tested = pt.Result(mean=False), pt.Result(mean=False)
+        train_result, eval_result = pt.Result(mean=False), pt.Result(mean=False)
         if by_step:
             for at in range(6):
                 batch = {"x": np.array([[float(at)]])}
                 outputs = runs.step(batch).outputs[0] if at < 4 else runs.forward(batch)
-                (learnt if at < 4 else tested).add(1, float(outputs["loss"]), None, None)
+                (train_result if at < 4 else eval_result).add(1, float(outputs["loss"]), None, None)
         else:
-            learnt, tested = pt.epoch(runs, data, 4)
+            train_result, eval_result = pt.epoch(runs, data, 4)
         near(one(runs), 3 - 4 * e)
-        near(learnt.loss, 28 - 16 * e)
-        near(learnt.loss_error, 0)
-        near(tested.loss, 15 - 8 * e)
-        near(tested.loss_error, math.sqrt(0.5))
+        near(train_result.loss, 28 - 16 * e)
+        near(train_result.loss_error, 0)
+        near(eval_result.loss, 15 - 8 * e)
+        near(eval_result.loss_error, math.sqrt(0.5))
 
 
 @OPTIMIZERS
@@ -266,11 +266,11 @@ def test_soft_labels_equal_ids():
 
 @pytest.mark.parametrize("physical", [6, 20])
 def test_the_physical_batch_changes_rounding_only(physical):
-    whole, parts = (
+    full, parts = (
         pt.fit(net, blobs(), pt.AdamW(lr=1e-2), epochs=3, batch=60, physical=rows)
         for rows in (60, physical)
     )
-    for name, value in whole.weights.items():
+    for name, value in full.weights.items():
         np.testing.assert_allclose(parts.weights[name], value, atol=1e-4)
 
 
@@ -297,12 +297,12 @@ def test_callbacks_come_before_and_after_every_batch_and_may_change_numbers():
 def test_schedules_by_name_and_by_function():
     rates = []
     note = pt.Callbacks(after=lambda batch: rates.append(batch.trainer.lr))
-    asked = {"epochs": 10, "batch": 60, "callbacks": note}
-    pt.fit(net, blobs(), pt.SGD(lr=0.1), schedule="linear", **asked)
+    options = {"epochs": 10, "batch": 60, "callbacks": note}
+    pt.fit(net, blobs(), pt.SGD(lr=0.1), schedule="linear", **options)
     assert rates[:2] == [0.05, 0.1] and rates[-1] == pytest.approx(0.001) and len(rates) == 40
     assert rates[1:] == sorted(rates[1:], reverse=True)
     rates.clear()
-    pt.fit(net, blobs(), pt.SGD(lr=0.1), schedule=lambda step: 1 / step, **asked)
+    pt.fit(net, blobs(), pt.SGD(lr=0.1), schedule=lambda step: 1 / step, **options)
     assert rates == [1 / step for step in range(1, 41)]
 
 
@@ -353,8 +353,8 @@ def test_a_budget_makes_parts_smaller_and_is_refused_by_name():
     assert tight.rows < 4096 or tight.form.recomputed
     with pytest.raises(pt.DoesNotFit, match="smallest memory that would do is") as error:
         pt.Trainer(wide, pt.SGD(lr=1e-3), batch=4096, memory="60MiB")
-    least = int(str(error.value).split(" is ")[1].split("MiB")[0])
-    assert pt.Trainer(wide, pt.SGD(lr=1e-3), batch=4096, memory=f"{least + 2}MiB").batch == 4096
+    min_mib = int(str(error.value).split(" is ")[1].split("MiB")[0])
+    assert pt.Trainer(wide, pt.SGD(lr=1e-3), batch=4096, memory=f"{min_mib + 2}MiB").batch == 4096
 
 
 def test_all_kernels_of_ops_and_optimizers_are_loaded_before_a_plan():
@@ -383,8 +383,8 @@ def test_the_order_with_the_fewest_bytes():
         order: pt.Trainer(branches, None, physical=256, order=order)
         for order in ("written", "least")
     }
-    written, least = (run.form.arena_nbytes for run in runs.values())
-    assert least < written / 2
+    written_nbytes, smallest_nbytes = (run.form.arena_nbytes for run in runs.values())
+    assert smallest_nbytes < written_nbytes / 2
     x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
     losses = [run.forward({"x": x})["loss"].tobytes() for run in runs.values()]
     assert losses[0] == losses[1]
@@ -409,8 +409,8 @@ def from_form(runs: pt.Trainer, recomputed: str) -> None:
     from packtrain.engine.backends import CPU
     from packtrain.training.generic import fit_variants
 
-    asked = fit_variants.Asked(wide, None, 64, 64)
-    form = fit_variants.build(asked, 64, recomputed, runs.optimizer, CPU)
+    request = fit_variants.Asked(wide, None, 64, 64)
+    form = fit_variants.build(request, 64, recomputed, runs.optimizer, CPU)
     assert form is not None
     runs.form = form
     runs.run = {n: runs.session.executor(p, form.plans[n]) for n, p in form.placed.items()}
@@ -428,15 +428,15 @@ def values_of(model: pt.Model) -> dict[str, np.ndarray]:
 def test_save_and_load(tmp_path):
     done = pt.fit(net, blobs(), epochs=1, batch=60)
     pt.save(tmp_path / "net.gguf", done.weights, {"general.name": "net", "net.classes": 3})
-    kept = pt.load(tmp_path / "net.gguf")
+    loaded = pt.load(tmp_path / "net.gguf")
     assert (
-        kept.metadata["general.architecture"] == "packtrain-model"
-        and kept.metadata["net.classes"] == 3
+        loaded.metadata["general.architecture"] == "packtrain-model"
+        and loaded.metadata["net.classes"] == 3
     )
-    assert kept.keys() == done.weights.keys()
-    other = pt.Trainer(net, physical=60, values=kept)
+    assert loaded.keys() == done.weights.keys()
+    trainer = pt.Trainer(net, physical=60, values=loaded)
     batch = {name: values[:60] for name, values in blobs().items()}
-    assert other.forward(batch)["loss"] == done.trainer.forward(batch)["loss"]
+    assert trainer.forward(batch)["loss"] == done.trainer.forward(batch)["loss"]
 
 
 def stopping(after: int) -> Iterator[bool]:
@@ -445,14 +445,18 @@ def stopping(after: int) -> Iterator[bool]:
 
 
 def test_a_stopped_run_continues_bit_for_bit(tmp_path):
-    asked = {"epochs": 3, "batch": 60, "val_split": 0.25, "optimizer": pt.AdamW(lr=1e-2)}
-    whole = pt.fit(net, blobs(), folder=tmp_path / "whole", **asked)
+    options = {"epochs": 3, "batch": 60, "val_split": 0.25, "optimizer": pt.AdamW(lr=1e-2)}
+    full_run = pt.fit(net, blobs(), folder=tmp_path / "whole", **options)
     asks = stopping(5)
-    begun = pt.fit(net, blobs(), folder=tmp_path / "run", stop=lambda: next(asks), **asked)
-    assert begun.stopped and not whole.stopped and begun.trainer.done < whole.trainer.done == 9
-    ended = pt.fit(net, blobs(), folder=tmp_path / "run", resume=True, **asked)
-    for name, value in whole.weights.items():
-        assert value.tobytes() == ended.weights[name].tobytes(), name
+    stopped_run = pt.fit(net, blobs(), folder=tmp_path / "run", stop=lambda: next(asks), **options)
+    assert (
+        stopped_run.stopped
+        and not full_run.stopped
+        and stopped_run.trainer.done < full_run.trainer.done == 9
+    )
+    resumed_run = pt.fit(net, blobs(), folder=tmp_path / "run", resume=True, **options)
+    for name, value in full_run.weights.items():
+        assert value.tobytes() == resumed_run.weights[name].tobytes(), name
     records = [
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("whole", "run")
@@ -463,9 +467,9 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path):
         p.name for p in (tmp_path / "run").iterdir()
     }
     with pytest.raises(pt.InputError, match="has a run already"):
-        pt.fit(net, blobs(), folder=tmp_path / "run", **asked)
+        pt.fit(net, blobs(), folder=tmp_path / "run", **options)
     with pytest.raises(pt.InputError, match="batch 60, not 30"):
-        pt.fit(net, blobs(), folder=tmp_path / "run", resume=True, **(asked | {"batch": 30}))
+        pt.fit(net, blobs(), folder=tmp_path / "run", resume=True, **(options | {"batch": 30}))
 
 
 # ---- errors --------------------------------------------------------------------------------------------------

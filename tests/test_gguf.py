@@ -52,9 +52,9 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert {name: e.shape for name, e in file.entries.items()} == {
         "token_embd.weight": (3, 4), "half": (1, 2, 3), "brain": (2, 3), "packed": (2, 64), "empty": (0, 4),
     }  # fmt: skip
-    for name, given in TENSORS.items():
+    for name, expected in TENSORS.items():
         array = file.array(name)
-        assert array.dtype == given.dtype and np.array_equal(array, given)
+        assert array.dtype == expected.dtype and np.array_equal(array, expected)
         assert not array.flags.writeable
         assert file.entries[name].offset % 32 == 0
 
@@ -72,9 +72,9 @@ def test_a_real_file_comes_out_byte_for_byte(tmp_path: Path) -> None:
 def test_a_large_vocabulary_opens_quickly() -> None:
     seconds = []
     for _ in range(3):
-        began = time.thread_time()
+        start = time.thread_time()
         file = GGUF(SHARED / "tokenizers/ggml-vocab/ggml-vocab-llama-bpe.gguf")
-        seconds.append(time.thread_time() - began)
+        seconds.append(time.thread_time() - start)
     assert len(file.metadata["tokenizer.ggml.merges"]) == 280_147
     assert min(seconds) <= 0.3, seconds
 
@@ -174,8 +174,10 @@ def test_all_parts_of_a_split_file_are_opened(tmp_path: Path, given: int) -> Non
     assert file.paths == tuple(paths) and file.path == paths[0]
     assert file.metadata["llama.block_count"] == 5 and file.entries.keys() == TENSORS.keys()
     assert file.nbytes == sum(path.stat().st_size for path in paths)
-    for name, wanted in TENSORS.items():
-        assert np.array_equal(file.array(name), wanted[1] if isinstance(wanted, tuple) else wanted)
+    for name, expected in TENSORS.items():
+        assert np.array_equal(
+            file.array(name), expected[1] if isinstance(expected, tuple) else expected
+        )
 
 
 BAD_PARTS: dict[str, Callable[[list[Path]], object]] = {
@@ -224,20 +226,20 @@ def test_a_closed_file_is_unmapped_when_no_array_of_it_is_left(path: Path) -> No
 
     write(path, {"general.architecture": Value("string", "llama")}, TENSORS)
     file = GGUF(path)
-    kept = file.array("half")
+    array = file.array("half")
     file.close()
-    assert mapped() and (kept == TENSORS["half"]).all()
+    assert mapped() and (array == TENSORS["half"]).all()
     with pytest.raises(TypeError):
         file.array("half")
-    del kept
+    del array
     assert not mapped()
 
 
 def test_every_truncation_is_refused(path: Path) -> None:
-    whole = path.read_bytes()
+    content = path.read_bytes()
     end = max(e.offset + e.nbytes for e in GGUF(path).entries.values())
     for size in range(0, end, 7):
-        path.write_bytes(whole[:size])
+        path.write_bytes(content[:size])
         with pytest.raises(GGUFError):
             GGUF(path)
 
@@ -245,10 +247,12 @@ def test_every_truncation_is_refused(path: Path) -> None:
 def test_what_is_written_is_handed_to_the_disk_once_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    handed: list[tuple[int, int]] = []
+    written_ranges: list[tuple[int, int]] = []
     module = importlib.import_module("packtrain.gguf.gguf_writer")
     monkeypatch.setattr(module, "AHEAD", 1000)
-    monkeypatch.setattr(module, "write_ahead", lambda file, at, count: handed.append((at, count)))
+    monkeypatch.setattr(
+        module, "write_ahead", lambda file, at, count: written_ranges.append((at, count))
+    )
     x = np.arange(3000, dtype=np.float32)
     write(
         tmp_path / "m.gguf",
@@ -256,22 +260,26 @@ def test_what_is_written_is_handed_to_the_disk_once_and_in_order(
         {"a": x, "b": x[:7], "c": Deferred(f32, (3000,), lambda: np.split(x, 30))},
     )
     assert (GGUF(tmp_path / "m.gguf").array("c") == x).all()
-    assert handed[0][0] == 0 and all(count % 1000 == 0 for _, count in handed)
-    assert [at for at, _ in handed[1:]] == [at + count for at, count in handed[:-1]]
-    assert sum(count for _, count in handed) > (tmp_path / "m.gguf").stat().st_size - 1000
+    assert written_ranges[0][0] == 0 and all(count % 1000 == 0 for _, count in written_ranges)
+    assert [at for at, _ in written_ranges[1:]] == [at + count for at, count in written_ranges[:-1]]
+    assert sum(count for _, count in written_ranges) > (tmp_path / "m.gguf").stat().st_size - 1000
 
 
 @pytest.mark.parametrize("waiting", [0, 100_000])
 def test_where_nothing_may_wait_a_tensor_is_written_before_the_next_is_made(tmp_path, waiting):
-    made, alive = list["weakref.ref[np.ndarray]"](), list[int]()
+    array_refs, alive = list["weakref.ref[np.ndarray]"](), list[int]()
 
     def values() -> list[np.ndarray]:
         until = time.monotonic() + 5
-        while waiting == 0 and time.monotonic() < until and any(one() is not None for one in made):
+        while (
+            waiting == 0
+            and time.monotonic() < until
+            and any(ref() is not None for ref in array_refs)
+        ):
             time.sleep(0.001)  # the thread lets go of a part just after it is written
-        alive.append(sum(one() is not None for one in made))
-        new = np.full(1000, len(made), np.float32)
-        made.append(weakref.ref(new))
+        alive.append(sum(ref() is not None for ref in array_refs))
+        new = np.full(1000, len(array_refs), np.float32)
+        array_refs.append(weakref.ref(new))
         return [new]
 
     tensors = {f"t{i}": Deferred(f32, (1000,), values) for i in range(8)}

@@ -29,13 +29,13 @@ def gradients(config: Config, given: dict[str, np.ndarray]) -> dict[str, np.ndar
     """The losses and their gradients, in float64."""
     rows, time = given["tokens"].shape
     leaves = transformer.weights(config)
-    made = transformer.loss(config, leaves, rows, time, chunk=16)
+    outputs = transformer.loss(config, leaves, rows, time, chunk=16)
     trained = [leaf for leaf in leaves.values() if leaf.role != "table"]
-    found = differentiate(made.loss, trained, made.blocks)
-    graph = Graph({"losses": made.losses, **{f"d/{t.label}": d for t, d in found.items()}})
+    grads = differentiate(outputs.loss, trained, outputs.blocks)
+    graph = Graph({"losses": outputs.losses, **{f"d/{t.label}": d for t, d in grads.items()}})
     weights = random_weights(config)
-    there = {leaf.label for leaf in graph.leaves}
-    return interpret(graph, {n: v for n, v in (weights | given).items() if n in there})
+    leaf_names = {leaf.label for leaf in graph.leaves}
+    return interpret(graph, {n: v for n, v in (weights | given).items() if n in leaf_names})
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -47,13 +47,13 @@ def test_samples_in_one_row_do_not_see_each_other(name: str) -> None:
     row["weights"] = np.full((1, time), 1 / time, np.float32)
     row["pos"][0] = np.concatenate([np.arange(n) for n in lengths])
     row["seq"][0] = np.repeat(np.arange(len(lengths)), lengths)
-    found, at, parts = gradients(config, row), 0, []
+    outputs, at, parts = gradients(config, row), 0, []
     for n in lengths:
         parts.append(gradients(config, {k: v[:, at : at + n] for k, v in row.items()}))
         at += n
     losses = np.concatenate([part.pop("losses") for part in parts], axis=1)
-    np.testing.assert_allclose(found.pop("losses"), losses, atol=1e-9)
-    for label, d in found.items():
+    np.testing.assert_allclose(outputs.pop("losses"), losses, atol=1e-9)
+    for label, d in outputs.items():
         np.testing.assert_allclose(d, sum(part[label] for part in parts), atol=1e-9, err_msg=label)
 
 
@@ -79,8 +79,8 @@ def test_sequences_that_are_copied_taken_back_saved_and_put_back(
     config = random_model(path, name)
     rng = np.random.default_rng(1)
     text = rng.integers(3, config.vocab_size, 200).tolist()
-    how = {"cells": 300, "cache": "f32", "sequences": 4, "prompts": (32,), "spacing": 16}
-    context = Context(path, **how, swa_full=full)
+    options = {"cells": 300, "cache": "f32", "sequences": 4, "prompts": (32,), "spacing": 16}
+    context = Context(path, **options, swa_full=full)
     assert bool(context.cache.ring) == (not full and config.conv_width + config.window > 0)
     first, second = text[:70], text[90:101]
     # two sequences in one run, of unlike lengths
@@ -89,17 +89,17 @@ def test_sequences_that_are_copied_taken_back_saved_and_put_back(
     is_right(path, context, 1, [*second], text[101:103])
     # a copy, and tokens that both have
     context.copy(0, 2)
-    whole = text[:72]
+    shared_text = text[:72]
     context.decode([5, 6], [(0, 2), (0, 2)])
-    is_right(path, context, 2, [*whole, 5, 6], [7, 8])
-    is_right(path, context, 0, [*whole, 5, 6], [9])
+    is_right(path, context, 2, [*shared_text, 5, 6], [7, 8])
+    is_right(path, context, 0, [*shared_text, 5, 6], [9])
     # back to what another text begins with, near and far
     for common in (72, 40, 20):
-        other = [*text[:common], 11, 12, 13, 14]
-        kept = context.reuse(0, other)
-        assert kept <= common
-        context.decode(other[kept:-1], 0)
-        is_right(path, context, 0, other[:-1], other[-1:])
+        new_text = [*text[:common], 11, 12, 13, 14]
+        num_reused = context.reuse(0, new_text)
+        assert num_reused <= common
+        context.decode(new_text[num_reused:-1], 0)
+        is_right(path, context, 0, new_text[:-1], new_text[-1:])
     # saved, and put back as another sequence
     state = context.save([0, 1])
     before = context.tokens(0)
@@ -107,7 +107,7 @@ def test_sequences_that_are_copied_taken_back_saved_and_put_back(
     context.restore(state, [3, 0])
     is_right(path, context, 3, before, [21, 22])
     is_right(path, context, 0, [*second, *text[101:103]], [23])
-    is_right(path, context, 2, [*whole, 5, 6, 7, 8], [24])
+    is_right(path, context, 2, [*shared_text, 5, 6, 7, 8], [24])
 
 
 def test_a_prompt_that_is_read_again_is_taken_back_to_near_its_end(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_prompt_that_is_read_again_is_taken_back_to_near_its_end(tmp_path: Pat
     text = np.random.default_rng(1).integers(3, config.vocab_size, 90).tolist()
     context = Context(path, cells=256, cache="f32")
     for prompt in (text, text, [*text[:88], 5, 6, 7]):
-        kept = context.reuse(0, prompt)
-        assert kept == (86 if context.tokens(0) else 0)
-        got = context.decode(prompt[kept:])[0]
+        num_reused = context.reuse(0, prompt)
+        assert num_reused == (86 if context.tokens(0) else 0)
+        got = context.decode(prompt[num_reused:])[0]
         np.testing.assert_allclose(got, anew(path, prompt), atol=2e-4)
 
 
@@ -134,7 +134,9 @@ def test_guesses_change_nothing(tmp_path: Path, name: str) -> None:
 
         def propose(self, text: Sequence[int], count: int) -> list[int]:
             at = len(text) - len(prompt)
-            return [*known[at : at + 2], *(3 + (t - 2) % 5 for t in known[at + 2 : at + 4])][:count]
+            return [*expected[at : at + 2], *(3 + (t - 2) % 5 for t in expected[at + 2 : at + 4])][
+                :count
+            ]
 
     def reply(drafter: Guesser | None) -> list[int]:
         model = open_model(path)
@@ -145,8 +147,8 @@ def test_guesses_change_nothing(tmp_path: Path, name: str) -> None:
         list(answer)
         return answer.ids
 
-    known = reply(None)
-    assert reply(Guesser()) == known
+    expected = reply(None)
+    assert reply(Guesser()) == expected
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -155,14 +157,14 @@ def test_positions_that_are_shifted_but_not_divided(tmp_path: Path, name: str) -
     path = tmp_path / "m.gguf"
     config = random_model(path, name)
     text = np.random.default_rng(1).integers(3, config.vocab_size, 60).tolist()
-    how = {"cells": 256, "cache": "f32", "prompts": (32,)}
-    context, other = (Context(path, **how, swa_full=full) for full in (False, True))
-    for one in (context, other):
-        one.decode(text)
-        one.remove(0, 4, 24)
-        one.shift(0, -20, 24)
-        assert one.next(0) == 40
-    np.testing.assert_array_equal(context.decode([7]), other.decode([7]))
+    options = {"cells": 256, "cache": "f32", "prompts": (32,)}
+    context, full_context = (Context(path, **options, swa_full=full) for full in (False, True))
+    for ctx in (context, full_context):
+        ctx.decode(text)
+        ctx.remove(0, 4, 24)
+        ctx.shift(0, -20, 24)
+        assert ctx.next(0) == 40
+    np.testing.assert_array_equal(context.decode([7]), full_context.decode([7]))
     if config.conv_width:
         with pytest.raises(ContextError, match="order"):
             context.divide(0, 2)

@@ -54,28 +54,28 @@ assert done.peak_nbytes <= done.plan.planned_nbytes, (done.peak_nbytes, done.pla
 
 def test_a_second_run_in_a_process_gives_the_same(text: Path, tmp_path: Path) -> None:
     first = pt.train(text, output=tmp_path / "a.gguf", iters=3, **SMALL)
-    again = pt.train(text, output=tmp_path / "b.gguf", iters=3, **SMALL)
-    assert first.losses == again.losses
-    assert weights(first.output) == weights(again.output)
+    second = pt.train(text, output=tmp_path / "b.gguf", iters=3, **SMALL)
+    assert first.losses == second.losses
+    assert weights(first.output) == weights(second.output)
 
 
 def test_a_stop_from_another_thread_saves_and_returns(text: Path, tmp_path: Path) -> None:
-    begun = threading.Event()
-    given = {"output": tmp_path / "m.gguf", "iters": 100_000, **SMALL}
-    run = pt.start(pt.train, text, **given, on_step=lambda step: begun.set())
-    assert begun.wait(60)
+    started = threading.Event()
+    options = {"output": tmp_path / "m.gguf", "iters": 100_000, **SMALL}
+    run = pt.start(pt.train, text, **options, on_step=lambda step: started.set())
+    assert started.wait(60)
     run.stop()
     done = run.result(60)
     assert done.stopped and run.done and not done.output.exists()
     steps = done.progress.step
     assert 1 <= steps < 100_000 and (done.folder / "checkpoint.gguf").exists()
-    given |= {"iters": steps + 2}
+    options |= {"iters": steps + 2}
     mapped = list[bool]()  # a mapped file takes room on the disk after saves have replaced it
 
     def look(step: Step) -> None:
         mapped.append(str(done.folder) in Path("/proc/self/maps").read_text())
 
-    on = pt.train(text, **given, resume=True, on_step=look)
+    on = pt.train(text, **options, resume=True, on_step=look)
     assert on.progress.step == steps + 2 and not on.stopped and mapped == [False, False]
 
 
@@ -104,12 +104,12 @@ def test_errors_are_the_sentences_of_the_command_line_with_keywords(
 
 
 def test_a_plan_is_that_of_the_run(text: Path, tmp_path: Path) -> None:
-    given = {"output": tmp_path / "m.gguf", "iters": 1, **SMALL}
-    planned = pt.plan(pt.train, text, **given)
+    options = {"output": tmp_path / "m.gguf", "iters": 1, **SMALL}
+    planned = pt.plan(pt.train, text, **options)
     assert "total" in str(planned) and planned.refusal is None and not (tmp_path / "m.run").exists()
-    done = pt.train(text, **given)
+    done = pt.train(text, **options)
     assert planned.plans.nbytes == done.plan.plans.nbytes
-    small = pt.plan(pt.train, text, memory="10MiB", **given)
+    small = pt.plan(pt.train, text, memory="10MiB", **options)
     assert small.refusal is not None and small.minimum() > 10 << 20
 
 
@@ -117,11 +117,11 @@ def test_tuning_measuring_and_writing(text: Path, tmp_path: Path) -> None:
     base = pt.train(text, output=tmp_path / "base.gguf", iters=1, **SMALL | {"ctx": 128}).output
     done = pt.finetune(base, text, output=tmp_path / "t.gguf", iters=2, ctx=32, lora_rank=4)
     assert np.isfinite(done.progress.base) and done.output.exists()
-    found = pt.evaluate([base, done.output], text, ctx=32)
-    assert len(found.losses) == 2 and found.same and found.loss().value > 0
+    evaluation = pt.evaluate([base, done.output], text, ctx=32)
+    assert len(evaluation.losses) == 2 and evaluation.same and evaluation.loss().value > 0
     pieces = list[str]()
-    made = pt.generate(done.output, "the", n_predict=6, temp=0, on_text=pieces.append)
-    assert str(made) == "".join(pieces) and len(made.ids) <= 6
+    generated = pt.generate(done.output, "the", n_predict=6, temp=0, on_text=pieces.append)
+    assert str(generated) == "".join(pieces) and len(generated.ids) <= 6
     merged = pt.merge(base, done.folder / "adapter.gguf", tmp_path / "merged.gguf")
     assert merged.changed > 0 and merged.output.exists()
     smaller = pt.quantize(base, tmp_path / "q.gguf", "Q8_0")

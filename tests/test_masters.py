@@ -33,16 +33,16 @@ def stepped(w: np.ndarray, by: np.ndarray, step: int = 1, stream: int = 3) -> np
     """bf16 values less `by`, as a step of gradient descent leaves them."""
     leaf, g = pt.weight("w", w.shape, pt.bf16), pt.input("g", w.shape)
     hyper, gate = pt.constant("hyper", np.array([1.0, 0.0])), pt.constant("gate", np.ones(()))
-    given = {"w": quantize(w, pt.bf16), "g": by, "key": key(step)}
-    made = opt_step_sgd(
+    inputs = {"w": quantize(w, pt.bf16), "g": by, "key": key(step)}
+    updates = opt_step_sgd(
         leaf, g, hyper, gate, pt.input("key", (2,), pt.i64), decay=True, stream=stream
     )
-    return dequantize(checks.run(pt.Graph({}, made), given)["w"])
+    return dequantize(checks.run(pt.Graph({}, updates), inputs)["w"])
 
 
 def test_what_a_bf16_can_be_is_left_as_it_is() -> None:
-    every = np.arange(1 << 16, dtype=np.uint16).view(pt.bf16.numpy)
-    w = dequantize(every)
+    all_values = np.arange(1 << 16, dtype=np.uint16).view(pt.bf16.numpy)
+    w = dequantize(all_values)
     w = w[np.isfinite(w)]
     for step in range(3):
         np.testing.assert_array_equal(stepped(w, np.zeros(w.shape, np.float32), step), w)
@@ -84,17 +84,17 @@ def test_a_step_is_that_of_f32_and_then_rounded(
 ) -> None:
     """Bit for bit: 16 bits are added to those that go, and what carries is kept."""
     rest = pt.input("g", (n,)), pt.constant("hyper", np.array(hyper)), pt.constant("gate", 1)
-    plain = pt.Graph({}, rule(pt.weight("w", (n,)), *rest))
+    f32_graph = pt.Graph({}, rule(pt.weight("w", (n,)), *rest))
     packed = pt.Graph({}, rule(pt.weight("w", (n,), pt.bf16), *rest, pt.input("key", (2,), pt.i64)))
-    given = checks.values(plain)
-    given["w"] = dequantize(quantize(given["w"], pt.bf16))
-    want = checks.run(plain, given)
-    got = checks.run(packed, given | {"w": quantize(given["w"], pt.bf16), "key": key(7)})
+    inputs = checks.values(f32_graph)
+    inputs["w"] = dequantize(quantize(inputs["w"], pt.bf16))
+    expected = checks.run(f32_graph, inputs)
+    got = checks.run(packed, inputs | {"w": quantize(inputs["w"], pt.bf16), "key": key(7)})
     random = (uniform_numpy(5, 7, 9, n) * 65536).astype(np.uint32)
-    halves = (want["w"].view(np.uint32) + random) >> 16
+    halves = (expected["w"].view(np.uint32) + random) >> 16
     np.testing.assert_array_equal(got["w"].view(np.uint16), halves)
-    for name in want.keys() - {"w"}:
-        np.testing.assert_array_equal(got[name], want[name])
+    for name in expected.keys() - {"w"}:
+        np.testing.assert_array_equal(got[name], expected[name])
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------
@@ -113,19 +113,21 @@ def matrices(config: transformer.Config, dtype: Dtype) -> dict[str, Dtype]:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_gradients_are_those_of_f32_weights_of_the_same_values(config: transformer.Config) -> None:
-    found = []
+    results = []
     packed = {n: quantize(v, pt.bf16) for n, v in values(config).items() if v.ndim > 1}
-    for held in (packed, {n: dequantize(v) for n, v in packed.items()}):
-        leaves = transformer.weights(config, matrices(config, pt.bf16) if held is packed else {})
-        made = transformer.loss(config, leaves, 2, 16, chunk=16)
-        gradients = pt.differentiate(made.loss, list(leaves.values()), made.blocks)
-        graph = pt.Graph({"loss": made.loss, **{w.label: d for w, d in gradients.items()}})
-        found.append(bind(graph, values(config) | held)(batch(config, 2, 16)))
-    got, want = found
-    assert got.keys() == want.keys() and len(want) > 20 - 8 * (config is CONFIGS["fused"])
-    for name in want:
+    for matrix_values in (packed, {n: dequantize(v) for n, v in packed.items()}):
+        leaves = transformer.weights(
+            config, matrices(config, pt.bf16) if matrix_values is packed else {}
+        )
+        outputs = transformer.loss(config, leaves, 2, 16, chunk=16)
+        gradients = pt.differentiate(outputs.loss, list(leaves.values()), outputs.blocks)
+        graph = pt.Graph({"loss": outputs.loss, **{w.label: d for w, d in gradients.items()}})
+        results.append(bind(graph, values(config) | matrix_values)(batch(config, 2, 16)))
+    got, expected = results
+    assert got.keys() == expected.keys() and len(expected) > 20 - 8 * (config is CONFIGS["fused"])
+    for name in expected:
         assert got[name].dtype == np.float32
-        off = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
+        off = np.linalg.norm(got[name] - expected[name]) / np.linalg.norm(expected[name])
         assert off < 1e-5, f"{name}: {off}"
 
 
@@ -135,16 +137,16 @@ def test_gradients_are_those_of_f32_weights_of_the_same_values(config: transform
 def fall(dtype: Dtype, optimizer: Optimizer, steps: int) -> float:
     """By how much steps on one batch lower its loss; all but matrices stay as they are."""
     leaves = transformer.weights(CONFIG, matrices(CONFIG, dtype))
-    made = transformer.loss(CONFIG, leaves, 2, 16, chunk=16)
+    outputs = transformer.loss(CONFIG, leaves, 2, 16, chunk=16)
     graph = training(
-        {"loss": made.loss}, [w for w in leaves.values() if len(w.shape) > 1], optimizer
+        {"loss": outputs.loss}, [w for w in leaves.values() if len(w.shape) > 1], optimizer
     )
     run = bind(graph, {n: quantize(v, leaves[n].dtype) for n, v in values(CONFIG).items()})
     losses = []
     for step in range(1, steps + 1):
-        given = batch(CONFIG, 2, 16) | optimizer.inputs(step)
+        inputs = batch(CONFIG, 2, 16) | optimizer.inputs(step)
         losses.append(
-            float(run(given | ({ROUNDING: key(step)} if dtype != pt.f32 else {}))["loss"])
+            float(run(inputs | ({ROUNDING: key(step)} if dtype != pt.f32 else {}))["loss"])
         )
     return losses[0] - losses[-1]
 
@@ -154,10 +156,10 @@ def fall(dtype: Dtype, optimizer: Optimizer, steps: int) -> float:
 )
 def test_steps_smaller_than_bf16s_own_are_not_lost(optimizer: Optimizer, monkeypatch) -> None:
     """Rounded to the nearest, most weights would stay where they are: a step is a small part of the way to the next."""
-    wanted, got = fall(pt.f32, optimizer, 120), fall(pt.bf16, optimizer, 120)
+    expected, got = fall(pt.f32, optimizer, 120), fall(pt.bf16, optimizer, 120)
     for name in ("opt_step_adamw", "opt_step_sgd"):
         kernel(monkeypatch, name, to_nearest)
     lost = fall(pt.bf16, optimizer, 120)
-    assert wanted > 0.02
-    assert abs(got - wanted) < 0.1 * wanted
-    assert lost < 0.25 * wanted
+    assert expected > 0.02
+    assert abs(got - expected) < 0.1 * expected
+    assert lost < 0.25 * expected

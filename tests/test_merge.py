@@ -76,17 +76,19 @@ def dense(name: str, path: str) -> np.ndarray:
 
 
 def test_several_adapters_add_with_their_scales(settings: Merge, tmp_path: Path, capsys: Capture):
-    one = settings.adapters[0]
-    other = adapter(tmp_path / "b.gguf", {Q: pair(64, 256), DOWN: pair(256, 64)})
-    given = replace(settings, adapters=(one, f"{other}:-0.5"), type="F32")
-    assert merge.run(given) == 0
-    base, made = GGUF(settings.model), GGUF(settings.output)
-    q = dequantize(base.array(Q)) + dense(Q, one) - 0.5 * dense(Q, other)
-    down = dequantize(base.array(DOWN)) - 0.5 * dense(DOWN, other)
-    np.testing.assert_allclose(made.array(Q), q, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(made.array(DOWN), down, rtol=1e-5, atol=1e-5)
+    first_adapter = settings.adapters[0]
+    second_adapter = adapter(tmp_path / "b.gguf", {Q: pair(64, 256), DOWN: pair(256, 64)})
+    merge_settings = replace(
+        settings, adapters=(first_adapter, f"{second_adapter}:-0.5"), type="F32"
+    )
+    assert merge.run(merge_settings) == 0
+    base, merged = GGUF(settings.model), GGUF(settings.output)
+    q = dequantize(base.array(Q)) + dense(Q, first_adapter) - 0.5 * dense(Q, second_adapter)
+    down = dequantize(base.array(DOWN)) - 0.5 * dense(DOWN, second_adapter)
+    np.testing.assert_allclose(merged.array(Q), q, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(merged.array(DOWN), down, rtol=1e-5, atol=1e-5)
     for name in (EMBEDDING, NORM):
-        assert made.array(name).tobytes() == base.array(name).tobytes()
+        assert merged.array(name).tobytes() == base.array(name).tobytes()
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3 and "q8_0 -> f32" in said[0] and "2 of 4 tensors changed" in said[2]
 
@@ -103,20 +105,20 @@ def test_metadata_stays_but_for_where_the_model_comes_from(settings: Merge):
 
 
 def test_split_bases_become_one_file(settings: Merge, tmp_path: Path):
-    whole = tensors()
+    all_tensors = tensors()
     for i, names in enumerate(((EMBEDDING, Q), (DOWN, NORM))):
         split = {"split.no": Value("u16", i), "split.count": Value("u16", 2)}
-        part = {name: whole[name] for name in names}
+        part = {name: all_tensors[name] for name in names}
         path = tmp_path / f"m-0000{i + 1}-of-00002.gguf"
         write(
             path, (BASE if not i else {}) | split | {"split.tensors.count": Value("i32", 4)}, part
         )
     merge.run(replace(settings, model=tmp_path / "m-00002-of-00002.gguf"))
-    made = GGUF(settings.output)
-    assert list(made.entries) == list(whole)
-    assert not any(key.startswith("split.") for key in made.values)
-    assert made.array(DOWN).tobytes() == whole[DOWN].tobytes()
-    assert made.array(Q).tobytes() != whole[Q].tobytes()
+    merged = GGUF(settings.output)
+    assert list(merged.entries) == list(all_tensors)
+    assert not any(key.startswith("split.") for key in merged.values)
+    assert merged.array(DOWN).tobytes() == all_tensors[DOWN].tobytes()
+    assert merged.array(Q).tobytes() != all_tensors[Q].tobytes()
 
 
 def test_a_type_that_is_only_read_gets_the_next_larger_one(settings: Merge, capsys: Capture):
@@ -144,8 +146,10 @@ def test_the_embedding_of_a_tied_model_changes_its_head_and_that_is_said(
     path = adapter(settings.output.with_name("e.gguf"), {EMBEDDING: (normal(8, 4), normal(256, 4))})
     merge.run(replace(settings, adapters=(path,)))
     a, b = (GGUF(path).array(f"{EMBEDDING}.lora_{half}") for half in "ab")
-    wanted = GGUF(settings.model).array(EMBEDDING) + 2.0 * (a @ b.T)
-    np.testing.assert_allclose(GGUF(settings.output).array(EMBEDDING), wanted, rtol=1e-5, atol=1e-5)
+    expected = GGUF(settings.model).array(EMBEDDING) + 2.0 * (a @ b.T)
+    np.testing.assert_allclose(
+        GGUF(settings.output).array(EMBEDDING), expected, rtol=1e-5, atol=1e-5
+    )
     assert "is also the output head: both are changed" in capsys.readouterr().err
 
 
@@ -192,8 +196,8 @@ def test_files_that_would_be_lost_are_kept(settings: Merge):
     )
     texts = settings.model.with_name("texts.txt")
     texts.write_text("a text")
-    same = replace(settings, output=texts, calibrate=texts, overwrite=True)
-    refused(same, "is one of the files that are read")
+    conflicting = replace(settings, output=texts, calibrate=texts, overwrite=True)
+    refused(conflicting, "is one of the files that are read")
     settings.output.write_bytes(b"earlier")
     refused(settings, "exists; give another name, or --overwrite")
     merge.run(replace(settings, overwrite=True))
@@ -211,8 +215,8 @@ def test_quantized_halves_are_refused(settings: Merge, tmp_path: Path):
     values, (a, b) = GGUF(settings.adapters[0]).values, pair(64, 256)
     halves = {f"{Q}.lora_a": quantize(a, DTYPES["q8_0"]), f"{Q}.lora_b": b}
     write(tmp_path / "q.gguf", values, halves)
-    given = replace(settings, adapters=(str(tmp_path / "q.gguf"),))
-    refused(given, "lora_a is q8_0.* it must be a matrix of f32, f16, bf16")
+    merge_settings = replace(settings, adapters=(str(tmp_path / "q.gguf"),))
+    refused(merge_settings, "lora_a is q8_0.* it must be a matrix of f32, f16, bf16")
 
 
 def test_a_base_whose_type_cannot_be_read_is_refused(settings: Merge):
@@ -231,11 +235,16 @@ def test_values_that_are_no_numbers_are_refused(settings: Merge, tmp_path: Path)
     refused(replace(settings, adapters=(bad,)), "lora_b has values that are not finite")
     settings.output.write_bytes(b"earlier")
     b[3, 1] = 3e38  # finite, but what is added is not
-    over = replace(settings, adapters=(adapter(tmp_path / "n.gguf", {Q: (a, b)}),), overwrite=True)
-    refused(over, "attn_q.weight has values that are not finite")
+    overflow_settings = replace(
+        settings, adapters=(adapter(tmp_path / "n.gguf", {Q: (a, b)}),), overwrite=True
+    )
+    refused(overflow_settings, "attn_q.weight has values that are not finite")
     b[3, 1] = 1e6
-    far = adapter(tmp_path / "n.gguf", {Q: (a, b)})
-    refused(replace(over, adapters=(far,), type="f16"), "values too large for f16")
+    large_adapter = adapter(tmp_path / "n.gguf", {Q: (a, b)})
+    refused(
+        replace(overflow_settings, adapters=(large_adapter,), type="f16"),
+        "values too large for f16",
+    )
 
 
 def test_few_rows_are_in_memory_at_a_time(settings: Merge, monkeypatch: pytest.MonkeyPatch):
@@ -260,9 +269,9 @@ def test_a_tuned_matrix_is_written_in_the_room_of_the_loop(tmp_path: Path, dtype
     write_changed(tmp_path / "first.gguf", base, changes, name="compiled")
     tracemalloc.start()
     write_changed(tmp_path / "tuned.gguf", base, changes, name="tuned")
-    most = tracemalloc.get_traced_memory()[1]
+    peak_nbytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < LOOP_NBYTES
+    assert peak_nbytes < LOOP_NBYTES
 
 
 # ---- with data -----------------------------------------------------------------------------------------------
@@ -275,24 +284,29 @@ def tunable(tmp_path: Path) -> Merge:
     assert (
         main(["quantize", str(tmp_path / "f32.gguf"), str(tmp_path / "base.gguf"), "Q4_K_M"]) == 0
     )
-    made = random_adapter(tmp_path / "a.gguf", open_model(tmp_path / "base.gguf"))
+    adapter_path = random_adapter(tmp_path / "a.gguf", open_model(tmp_path / "base.gguf"))
     (tmp_path / "chats.jsonl").write_text(chats())
-    return Merge(tmp_path / "base.gguf", (f"{made}:0.1",), tmp_path / "out.gguf")
+    return Merge(tmp_path / "base.gguf", (f"{adapter_path}:0.1",), tmp_path / "out.gguf")
 
 
 def test_a_merge_with_data_prints_what_each_matrix_loses(tunable: Merge, capsys: Capture):
     assert merge.run(tunable) == 0
     assert "--calibrate DATA" in capsys.readouterr().err
-    plain = tunable.output.read_bytes()
-    given = replace(tunable, calibrate=tunable.model.with_name("chats.jsonl"), overwrite=True)
-    assert merge.run(given) == 0
+    uncalibrated = tunable.output.read_bytes()
+    calibrated_settings = replace(
+        tunable, calibrate=tunable.model.with_name("chats.jsonl"), overwrite=True
+    )
+    assert merge.run(calibrated_settings) == 0
     out, err = capsys.readouterr()
     assert re.search(r"merging reads [\d,]+ tokens of the data", err)
     assert "--calibrate" not in err
-    base, made = GGUF(tunable.model), GGUF(tunable.output)
-    changed = [n for n in base.entries if made.array(n).tobytes() != base.array(n).tobytes()]
+    base, merged = GGUF(tunable.model), GGUF(tunable.output)
+    changed = [n for n in base.entries if merged.array(n).tobytes() != base.array(n).tobytes()]
     assert set(changed) == {line.split()[0] for line in out.splitlines() if "error" in line}
-    assert tunable.output.stat().st_size == len(plain) and tunable.output.read_bytes() != plain
+    assert (
+        tunable.output.stat().st_size == len(uncalibrated)
+        and tunable.output.read_bytes() != uncalibrated
+    )
 
 
 FREED = """
@@ -312,9 +326,9 @@ print(private_nbytes() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere malloc is another one")
 def test_what_a_merge_with_data_frees_is_not_kept(tunable: Merge) -> None:
     """--memory counts the matrices that are there at once: those that malloc kept took 30 MiB more."""
-    given = ["merge", tunable.model, *tunable.adapters, "-o", tunable.output]
+    merge_args = ["merge", tunable.model, *tunable.adapters, "-o", tunable.output]
     data = ["--calibrate", tunable.model.with_name("chats.jsonl")]
-    command = [sys.executable, "-c", FREED, *map(str, given + data)]
+    command = [sys.executable, "-c", FREED, *map(str, merge_args + data)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) < 4 << 20
 
@@ -323,8 +337,8 @@ def test_text_calibrates_and_so_do_matrices_of_another_type(tunable: Merge, caps
     data = tunable.model.with_name("text.txt")
     data.write_text(words(2000))
     assert merge.run(replace(tunable, calibrate=data, type="q5_1")) == 0
-    made = GGUF(tunable.output)
-    assert made.entries["blk.1.ffn_down.weight"].dtype.name == "q5_1"
+    merged = GGUF(tunable.output)
+    assert merged.entries["blk.1.ffn_down.weight"].dtype.name == "q5_1"
     assert tunable.model.with_name("text.txt").exists()
 
 
@@ -349,9 +363,9 @@ def test_a_scale_that_overflows_is_an_error(tmp_path: Path):
 
 
 def test_what_a_killed_merge_left_is_removed(settings: Merge, tmp_path: Path):
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    left = tmp_path / f".out.gguf.0.{ended.pid}.part"
-    left.write_bytes(b"half")
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    part_file = tmp_path / f".out.gguf.0.{process.pid}.part"
+    part_file.write_bytes(b"half")
     merge.run(settings)
-    assert settings.output.exists() and not left.exists()
+    assert settings.output.exists() and not part_file.exists()

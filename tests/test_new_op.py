@@ -155,9 +155,9 @@ def outcomes(
     """What the tests of all ops say of the new one, by test."""
     tests = [*files, "-k", chosen, "-vv", "--tb=short", "-p", "no:cacheprovider"]
     done = python_in(folder, "-m", "pytest", *tests, **cache)
-    found = re.findall(r"^tests/\S+::(\S+) (PASSED|FAILED|ERROR)", done.stdout, re.MULTILINE)
-    assert found, done.stdout + done.stderr
-    return dict(found)
+    results = re.findall(r"^tests/\S+::(\S+) (PASSED|FAILED|ERROR)", done.stdout, re.MULTILINE)
+    assert results, done.stdout + done.stderr
+    return dict(results)
 
 
 def test_one_room_and_its_name_are_an_op(tmp_path: Path, cache: dict[str, str]) -> None:

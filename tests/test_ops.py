@@ -54,8 +54,8 @@ def test_the_gradient_is_the_slope(name: str) -> None:
 
 
 def test_ops_without_gradient_are_listed() -> None:
-    without = {name for name in NAMES if OPS[name].vjp_rule is None}
-    assert without == checks.NO_GRADIENT
+    no_gradient = {name for name in NAMES if OPS[name].vjp_rule is None}
+    assert no_gradient == checks.NO_GRADIENT
 
 
 def test_a_gradient_that_no_rule_gives_is_refused() -> None:
@@ -137,16 +137,18 @@ NOTHING = {
 @pytest.mark.parametrize("name", NOTHING)
 def test_axes_of_no_elements(name: str) -> None:
     graph = pt.Graph({"y": NOTHING[name]()})
-    given = checks.values(graph)
-    checks.all_close(checks.run(graph, given), pt.interpret(graph, given), name)
+    inputs = checks.values(graph)
+    checks.all_close(checks.run(graph, inputs), pt.interpret(graph, inputs), name)
 
 
 def test_threads_change_no_bit() -> None:
     """In a process of its own, whose pool has more threads than this machine may have cores."""
     program = f"from tests import bit_checks\nfor name in {NAMES}: bit_checks.check_threads(name)"
     env = {**os.environ, "NUMBA_NUM_THREADS": "4"}
-    made = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
 
 
 def test_views_are_numpys() -> None:
@@ -155,8 +157,8 @@ def test_views_are_numpys() -> None:
     for name, view in VIEWS.items():
         for call in samples(name):
             graph = pt.Graph({"x": call.reads[0], "y": call.results[0]})
-            made = checks.run(graph, checks.values(graph))
-            np.testing.assert_array_equal(made["y"], view(made["x"], **call.attrs))
+            outputs = checks.run(graph, checks.values(graph))
+            np.testing.assert_array_equal(outputs["y"], view(outputs["x"], **call.attrs))
 
 
 def test_slopes_of_alibi_are_those_of_the_paper() -> None:

@@ -55,14 +55,14 @@ def minimalloc(name: str) -> Problem:
 def optimum(start: np.ndarray, end: np.ndarray, size: np.ndarray) -> int:
     """The least bytes, by stacking the buffers in every order, each on top of those it meets."""
     buffers = list(zip(start.tolist(), end.tolist(), size.tolist(), strict=True))
-    least = sum(size.tolist())
+    min_nbytes = sum(size.tolist())
 
     def stack(left: list[int], tops: list[tuple[int, int, int]], highest: int) -> None:
-        nonlocal least
-        if highest >= least:
+        nonlocal min_nbytes
+        if highest >= min_nbytes:
             return
         if not left:
-            least = highest
+            min_nbytes = highest
         for i in left:
             first, last, nbytes = buffers[i]
             floor = max((t for s, e, t in tops if s < last and first < e), default=0)
@@ -70,7 +70,7 @@ def optimum(start: np.ndarray, end: np.ndarray, size: np.ndarray) -> int:
             stack(rest, [*tops, (first, last, floor + nbytes)], max(highest, floor + nbytes))
 
     stack(list(range(len(buffers))), [], 0)
-    return least
+    return min_nbytes
 
 
 def pairs_apart(start: np.ndarray, end: np.ndarray, size: np.ndarray, at: np.ndarray) -> bool:
@@ -89,16 +89,16 @@ def test_small_problems_are_packed_best(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
         start, end, size = problem(seed, 7)
         *_, best = packings(start, end, size)
-        least = optimum(start, end, size)
-        assert (best.nbytes, best.proved) == (least, True), seed
-        assert height(size, best.offsets) == least and best.offsets.min() == 0
+        min_nbytes = optimum(start, end, size)
+        assert (best.nbytes, best.proved) == (min_nbytes, True), seed
+        assert height(size, best.offsets) == min_nbytes and best.offsets.min() == 0
         assert pairs_apart(start, end, size, best.offsets), seed
-        apart = np.cumsum(size) - size
+        stacked_offsets = np.cumsum(size) - size
         bound, _ = lower_bound(start, end, size)
-        searched = list(exact.lower(start, end, size, apart, bound))
-        if height(size, apart) > bound:
+        searched = list(exact.lower(start, end, size, stacked_offsets, bound))
+        if height(size, stacked_offsets) > bound:
             offsets, proved = searched[-1]
-            assert (height(size, offsets), proved) == (least, True), seed
+            assert (height(size, offsets), proved) == (min_nbytes, True), seed
             assert pairs_apart(start, end, size, offsets), seed
 
 
@@ -115,8 +115,8 @@ def level(seed: int) -> Problem:
     alive = np.array([size[(start <= t) & (t < end)].sum() for t in range(6)])
     edges = [0, *(np.flatnonzero(np.diff(alive)) + 1), 6]
     fill = [(a, b, alive.max() - alive[a]) for a, b in itertools.pairwise(edges)]
-    more = np.array([buffer for buffer in fill if buffer[2]]).reshape(-1, 3).T
-    return tuple(np.concatenate(pair) for pair in zip((start, end, size), more, strict=True))
+    fillers = np.array([buffer for buffer in fill if buffer[2]]).reshape(-1, 3).T
+    return tuple(np.concatenate(pair) for pair in zip((start, end, size), fillers, strict=True))
 
 
 @pytest.mark.parametrize("seed", [*GAPS, *range(20)])
@@ -131,30 +131,30 @@ def test_what_cannot_reach_the_bound_is_proved(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_larger_problems_are_packed_soundly(seed: int) -> None:
     start, end, size = problem(seed, 60, steps=40)
-    found = list(itertools.islice(packings(start, end, size, seconds=0.2), 20))
-    for packing in found:
+    results = list(itertools.islice(packings(start, end, size, seconds=0.2), 20))
+    for packing in results:
         assert pairs_apart(start, end, size, packing.offsets)
         assert packing.nbytes == height(size, packing.offsets) >= packing.bound
         alive = (start <= packing.witness) & (packing.witness < end)
         assert size[alive].sum() == packing.bound
-    for before, after in itertools.pairwise(found):
+    for before, after in itertools.pairwise(results):
         assert after.nbytes < before.nbytes or (after.proved and not before.proved)
 
 
 def cut_up(seed: int, pieces: int, steps: int, nbytes: int) -> Problem:
     """A rectangle cut into pieces, the largest first: they fit into its bytes, which are also the bound."""
     rng = np.random.default_rng(seed)
-    made = [(0, steps, 0, nbytes)]
-    while len(made) < pieces:
-        made.sort(key=lambda r: (r[1] - r[0]) * (r[3] - r[2]))
-        first, end, low, top = made.pop()
+    rectangles = [(0, steps, 0, nbytes)]
+    while len(rectangles) < pieces:
+        rectangles.sort(key=lambda r: (r[1] - r[0]) * (r[3] - r[2]))
+        first, end, low, top = rectangles.pop()
         if top - low == 1 or (end - first > 2 and rng.random() < 0.5):
             cut = int(rng.integers(first + 1, end))
-            made += [(first, cut, low, top), (cut, end, low, top)]
+            rectangles += [(first, cut, low, top), (cut, end, low, top)]
         else:
             cut = int(rng.integers(low + 1, top))
-            made += [(first, end, low, cut), (first, end, cut, top)]
-    start, end, low, top = np.array(made).T
+            rectangles += [(first, end, low, cut), (first, end, cut, top)]
+    start, end, low, top = np.array(rectangles).T
     return start, end, top - low
 
 
@@ -170,16 +170,18 @@ def test_what_was_cut_up_goes_together_again() -> None:
     """By the exact search alone. A rule that prunes too much would claim that it does not."""
     for case in CUT_UP:
         start, end, size = cut_up(*case)
-        apart, nbytes = np.cumsum(size) - size, case[-1]
-        *_, (offsets, proved) = exact.lower(start, end, size, apart, nbytes, clock=Clock(30))
+        stacked_offsets, nbytes = np.cumsum(size) - size, case[-1]
+        *_, (offsets, proved) = exact.lower(
+            start, end, size, stacked_offsets, nbytes, clock=Clock(30)
+        )
         assert pairs_apart(start, end, size, offsets), case
         assert (height(size, offsets), proved) == (nbytes, True), case
 
 
 def beside_each_other(columns: int, pieces: int, steps: int, nbytes: int) -> Problem:
     """Rectangles cut up, one after the other, and a buffer of one byte that is alive in all of them: one part."""
-    made = [cut_up(seed, pieces, steps, nbytes) for seed in range(columns)]
-    start, end, size = (np.concatenate(rows) for rows in zip(*made, strict=True))
+    problems = [cut_up(seed, pieces, steps, nbytes) for seed in range(columns)]
+    start, end, size = (np.concatenate(rows) for rows in zip(*problems, strict=True))
     shift = np.repeat(np.arange(columns) * steps, pieces)
     return (
         np.append(start + shift, 0),
@@ -193,9 +195,9 @@ def test_a_part_of_thousands_goes_together_again() -> None:
     columns = beside_each_other(250, pieces=24, steps=20, nbytes=50)
     start, end, size = columns
     assert all((start < t).sum() > (end <= t).sum() for t in range(1, int(end.max())))
-    found = list(packings(*columns))
-    assert [p.nbytes == 51 for p in found] == [False] * (len(found) - 1) + [True]
-    assert found[-1].bound == 51 and clash(*columns, found[-1].offsets) is None
+    results = list(packings(*columns))
+    assert [p.nbytes == 51 for p in results] == [False] * (len(results) - 1) + [True]
+    assert results[-1].bound == 51 and clash(*columns, results[-1].offsets) is None
     *_, (offsets, proved) = exact.lower(*columns, np.cumsum(size) - size, 51)
     assert proved and height(size, offsets) == 51
 
@@ -213,10 +215,10 @@ def hard(pieces: int) -> Problem:
 
 
 def test_time_is_kept() -> None:
-    began = time.monotonic()
+    start_time = time.monotonic()
     best = last(*hard(400), seconds=1.0)
     assert not best.proved and best.gap > 0
-    assert 0.5 < time.monotonic() - began < 5
+    assert 0.5 < time.monotonic() - start_time < 5
 
 
 def test_no_time_still_gives_offsets() -> None:
@@ -229,10 +231,10 @@ def test_no_time_still_gives_offsets() -> None:
 def test_it_stops_at_what_is_enough() -> None:
     columns = hard(200)
     first, *_ = packings(*columns)
-    enough = (first.nbytes + first.bound) // 2
-    found = list(packings(*columns, target_height=enough, seconds=20))
-    assert found[-1].nbytes <= enough
-    assert all(packing.nbytes > enough for packing in found[:-1])
+    target = (first.nbytes + first.bound) // 2
+    results = list(packings(*columns, target_height=target, seconds=20))
+    assert results[-1].nbytes <= target
+    assert all(packing.nbytes > target for packing in results[:-1])
 
 
 def test_equal_problems_have_equal_offsets() -> None:
@@ -249,11 +251,13 @@ def test_thousands_of_buffers_need_no_deep_stack_of_the_caller() -> None:
     before = threading.stack_size(512 << 10)
     try:
         with ThreadPoolExecutor(1) as pool:
-            apart = np.arange(n) * 8
-            found = pool.submit(lambda: list(exact.lower(start, end, size, apart, bound))).result()
+            initial_offsets = np.arange(n) * 8
+            results = pool.submit(
+                lambda: list(exact.lower(start, end, size, initial_offsets, bound))
+            ).result()
     finally:
         threading.stack_size(before)
-    assert height(size, found[-1][0]) == bound
+    assert height(size, results[-1][0]) == bound
 
 
 def test_times_may_be_far_apart_and_negative() -> None:
@@ -289,12 +293,12 @@ def test_the_checker_agrees_with_looking_at_each_pair() -> None:
     for seed in range(300):
         start, end, size = problem(seed, 7)
         at = 64 * np.random.default_rng(seed).integers(0, 30, len(size))
-        found = clash(start, end, size, at)
-        assert (found is None) == pairs_apart(start, end, size, at), seed
-        if found is not None:
-            two = list(found)
+        clashing_pair = clash(start, end, size, at)
+        assert (clashing_pair is None) == pairs_apart(start, end, size, at), seed
+        if clashing_pair is not None:
+            two = list(clashing_pair)
             assert not pairs_apart(start[two], end[two], size[two], at[two]), seed
-        seen.add(found is None)
+        seen.add(clashing_pair is None)
     assert seen == {True, False}
 
 
@@ -305,8 +309,8 @@ def test_the_checker_finds_one_byte_too_low() -> None:
     for i in np.flatnonzero(best):
         moved = best.copy()
         moved[i] -= 1
-        under = (best + size == best[i]) & (start < end[i]) & (start[i] < end)
-        assert (clash(start, end, size, moved) is not None) == under.any()
+        buffers_below = (best + size == best[i]) & (start < end[i]) & (start[i] < end)
+        assert (clash(start, end, size, moved) is not None) == buffers_below.any()
 
 
 # ---- known problems --------------------------------------------------------------------------------------------
@@ -324,8 +328,8 @@ def test_problems_of_minimalloc_fit(name: str) -> None:
 def test_a_clipped_step_that_first_fit_cannot_pack_is_at_its_bound() -> None:
     config = PRESETS["110m"]
     weights = transformer.weights(config)
-    made = transformer.loss(config, weights, 1, config.context_length)
-    graph = training({"loss": made.loss}, list(weights.values()), AdamW(), max_norm=1.0)
+    outputs = transformer.loss(config, weights, 1, config.context_length)
+    graph = training({"loss": outputs.loss}, list(weights.values()), AdamW(), max_norm=1.0)
     plan = pt.make_plan(pt.place(graph))
     assert plan.arena().gap == 0
     assert plan == pt.make_plan(pt.place(graph))
@@ -347,8 +351,8 @@ def test_an_ordinary_plan_loads_no_kernels() -> None:
 def many(seed: int, count: int) -> Problem:
     rng = np.random.default_rng(seed)
     start = rng.integers(0, 2 * count, count)
-    life = 1 + np.minimum(rng.pareto(1.0, count) * 4, count).astype(np.int64)
-    return start, start + life, 64 * rng.integers(1, 99, count)
+    lifetimes = 1 + np.minimum(rng.pareto(1.0, count) * 4, count).astype(np.int64)
+    return start, start + lifetimes, 64 * rng.integers(1, 99, count)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -357,25 +361,27 @@ def test_compiled_heuristics_give_the_offsets_of_the_plain_ones(seed: int) -> No
     columns = many(seed, 50 + 150 * seed)
     for packer, keys in module._orders(*columns):
         order, limits = np.lexsort(keys), np.zeros(4, np.int64)
-        given = packer.__name__, np.stack(columns, 1), order, limits, Clock(None)
-        assert np.array_equal(large.compiled(*given), packer(*columns, order))
+        args = packer.__name__, np.stack(columns, 1), order, limits, Clock(None)
+        assert np.array_equal(large.compiled(*args), packer(*columns, order))
 
 
 def test_many_buffers_are_packed_by_kernels_until_the_caller_or_the_clock_stops_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     columns = many(0, 500)
-    plain = [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)]
+    expected = [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)]
     monkeypatch.setattr(large, "MANY", 499)
-    assert [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)] == plain
+    assert [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)] == expected
     kernels.load_all(["packing"])
     limited = packings(*columns, seconds=30)
     assert clash(*columns, next(limited).offsets) is None  # shelves
     assert clash(*columns, next(limited).offsets) is None
     limited.close()
-    over = Clock(0.0)
+    expired_clock = Clock(0.0)
     assert (
-        large.compiled("skyline", np.stack(columns, 1), np.arange(500), np.ones(4, int), over)
+        large.compiled(
+            "skyline", np.stack(columns, 1), np.arange(500), np.ones(4, int), expired_clock
+        )
         is None
     )
 
@@ -392,9 +398,18 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str | Path) -> int:
 
 def test_a_problem_in_a_file(tmp_path: Path) -> None:
     """As its docstring says it: a script, two files."""
-    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
-    given.write_text(EXAMPLE)
-    flags = ["--csv", given, "--capacity", "12", "--seconds", "5", "--solution", made]
+    problem_file, solution_file = tmp_path / "in.csv", tmp_path / "out.csv"
+    problem_file.write_text(EXAMPLE)
+    flags = [
+        "--csv",
+        problem_file,
+        "--capacity",
+        "12",
+        "--seconds",
+        "5",
+        "--solution",
+        solution_file,
+    ]
     said = subprocess.run(
         [sys.executable, "benchmarks/packing.py", *map(str, flags)],
         cwd=ROOT,
@@ -403,7 +418,7 @@ def test_a_problem_in_a_file(tmp_path: Path) -> None:
     )
     assert (said.returncode, said.stderr) == (0, "")
     assert "height 12, lower bound 12" in said.stdout and "no packing is lower" in said.stdout
-    head, *rows = made.read_text().splitlines()
+    head, *rows = solution_file.read_text().splitlines()
     offsets = dict(row.split(",") for row in rows)
     assert head == "id,offset" and list(offsets) == ["b1", "b2", "b3", "b4", "b5"]
     start, end, size = np.array([line.split(",")[1:] for line in EXAMPLE.split()[1:]], int).T
@@ -432,31 +447,31 @@ def test_a_problem_in_a_file(tmp_path: Path) -> None:
 def test_a_bad_file_gets_one_line(
     text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
-    given.write_text(text)
-    assert command(monkeypatch, "--csv", given, "--solution", made) == 2
+    problem_file, solution_file = tmp_path / "in.csv", tmp_path / "out.csv"
+    problem_file.write_text(text)
+    assert command(monkeypatch, "--csv", problem_file, "--solution", solution_file) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and line.startswith("packing: error: --csv: ")
-    assert re.search(said, line) and str(given) in line
-    assert not made.exists()
+    assert re.search(said, line) and str(problem_file) in line
+    assert not solution_file.exists()
 
 
 def test_bad_flags_get_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
-    assert command(monkeypatch, "--csv", given, "--solution", made) == 2
+    problem_file, solution_file = tmp_path / "in.csv", tmp_path / "out.csv"
+    assert command(monkeypatch, "--csv", problem_file, "--solution", solution_file) == 2
     assert "does not exist" in capsys.readouterr().err
-    given.write_bytes(b"id,lower,upper,size\n\xff\xfe,1,2,3\n")
+    problem_file.write_bytes(b"id,lower,upper,size\n\xff\xfe,1,2,3\n")
     for flags in (
-        ("--csv", given, "--solution", made),
-        ("--csv", tmp_path, "--solution", made),
-        ("--csv", given),
-        ("--solution", made),
-        ("--csv", given, "--solution", tmp_path),
-        ("--csv", given, "--solution", tmp_path / "no" / "out.csv"),
-        ("--csv", given, "--solution", made, "--capacity", "-1"),
-        ("--csv", given, "--solution", made, "--seconds", "nan"),
+        ("--csv", problem_file, "--solution", solution_file),
+        ("--csv", tmp_path, "--solution", solution_file),
+        ("--csv", problem_file),
+        ("--solution", solution_file),
+        ("--csv", problem_file, "--solution", tmp_path),
+        ("--csv", problem_file, "--solution", tmp_path / "no" / "out.csv"),
+        ("--csv", problem_file, "--solution", solution_file, "--capacity", "-1"),
+        ("--csv", problem_file, "--solution", solution_file, "--seconds", "nan"),
     ):
         assert command(monkeypatch, *flags) == 2, flags
         line = capsys.readouterr().err
@@ -466,8 +481,11 @@ def test_bad_flags_get_one_line(
 def test_a_capacity_out_of_reach_is_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
-    given.write_text(EXAMPLE)
-    assert command(monkeypatch, "--csv", given, "--solution", made, "--capacity", 11) == 3
+    problem_file, solution_file = tmp_path / "in.csv", tmp_path / "out.csv"
+    problem_file.write_text(EXAMPLE)
+    assert (
+        command(monkeypatch, "--csv", problem_file, "--solution", solution_file, "--capacity", 11)
+        == 3
+    )
     assert "within 11: it cannot be" in capsys.readouterr().err
-    assert not made.exists()
+    assert not solution_file.exists()

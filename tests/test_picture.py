@@ -139,15 +139,15 @@ def test_the_budget_line_is_what_the_rows_leave() -> None:
     plan, rows = small(), [("weights", 6 * MIB, ""), ("process", 90 * MIB, "")]
     for budget, line in ((100, None), (101, 5 * MIB), (96, None), (95, None), (105, None)):
         scene = make_scene(plan, "host", title="", rows=rows, budget_nbytes=budget * MIB)
-        wanted = 4 * MIB if budget == 100 else line
-        assert levels(scene).get("budget") == wanted, budget
+        expected = 4 * MIB if budget == 100 else line
+        assert levels(scene).get("budget") == expected, budget
         assert scene.total == 100 * MIB
 
 
 def test_a_gap_has_two_lines() -> None:
-    apart = plan_of(buffer("a", 0, 2, 0, MIB), buffer("b", 1, 3, 3 * MIB, MIB))
-    assert levels(make_scene(apart, "host", title="")) == {"bound": 2 * MIB, "arena": 4 * MIB}
-    assert "100.00% over its lower bound" in page(apart)
+    gapped_plan = plan_of(buffer("a", 0, 2, 0, MIB), buffer("b", 1, 3, 3 * MIB, MIB))
+    assert levels(make_scene(gapped_plan, "host", title="")) == {"bound": 2 * MIB, "arena": 4 * MIB}
+    assert "100.00% over its lower bound" in page(gapped_plan)
     assert levels(make_scene(small(), "host", title="")) == {"bound": 4 * MIB}
 
 
@@ -191,8 +191,8 @@ class Read(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.scripts[0])
-        return found
+        payload: dict[str, Any] = json.loads(self.scripts[0])
+        return payload
 
 
 def test_the_page_draws_every_buffer(plan: Plan) -> None:
@@ -239,10 +239,10 @@ def test_the_page_needs_nothing_and_runs_only_its_own_script(plan: Plan) -> None
 def test_a_hostile_name_stays_a_name() -> None:
     rows = [(HOSTILE, MIB, HOSTILE)]
     text = page(small(HOSTILE, HOSTILE), title=HOSTILE, rows=rows)
-    plain = Read(page(small()))
+    reference = Read(page(small()))
     read = Read(text)
-    assert [tag for tag, _ in read.tags] == [tag for tag, _ in plain.tags]
-    assert len(read.scripts) == 2 and read.scripts[1] == plain.scripts[1]
+    assert [tag for tag, _ in read.tags] == [tag for tag, _ in reference.tags]
+    assert len(read.scripts) == 2 and read.scripts[1] == reference.scripts[1]
     assert not set("<>&") & set(read.scripts[0])
     assert read.data["name"][1] == SHOWN
     assert read.data["later"]["1"][0] == (SHOWN + " again")[:80]
@@ -253,16 +253,16 @@ def test_a_hostile_name_stays_a_name() -> None:
 def test_the_owners_of_the_peak_are_a_table(plan: Plan) -> None:
     rows = Read(page(plan)).rows
     assert rows[0] == ["name", "op", "category", "bytes", "share"]
-    owners, others = plan.peak()[:OWNERS], plan.peak()[OWNERS:]
-    assert len(owners) == OWNERS and others
+    owners, remaining = plan.peak()[:OWNERS], plan.peak()[OWNERS:]
+    assert len(owners) == OWNERS and remaining
     bound = plan.arena().lower_bound
     assert rows[1 : OWNERS + 1] == [
         [b.name, b.op, b.category, size_text(b.nbytes), f"{b.nbytes / bound:.1%}"] for b in owners
     ]
-    rest = sum(b.nbytes for b in others)
-    last = [f"{len(others)} others", size_text(rest), f"{rest / bound:.1%}"]
+    rest = sum(b.nbytes for b in remaining)
+    last = [f"{len(remaining)} others", size_text(rest), f"{rest / bound:.1%}"]
     assert rows[OWNERS + 1] == last
-    assert alive(plan, plan.arena().peak_step) == sum(b.nbytes for b in [*owners, *others])
+    assert alive(plan, plan.arena().peak_step) == sum(b.nbytes for b in [*owners, *remaining])
 
 
 def test_all_bytes_are_a_table() -> None:
@@ -302,8 +302,8 @@ def test_sizes_of_files(many: Plan) -> None:
 
 def paths(text: str) -> dict[str, str]:
     """By their fill."""
-    found = ElementTree.fromstring(text).findall(f"{SVG}path")
-    return {p.attrib["fill"]: p.attrib["d"] for p in reversed(found) if "fill" in p.attrib}
+    elements = ElementTree.fromstring(text).findall(f"{SVG}path")
+    return {p.attrib["fill"]: p.attrib["d"] for p in reversed(elements) if "fill" in p.attrib}
 
 
 def test_rectangles_stand_where_the_plan_says() -> None:
@@ -318,12 +318,12 @@ def test_rectangles_stand_where_the_plan_says() -> None:
 
 
 def test_bytes_alive_stand_under_their_steps() -> None:
-    found = ElementTree.fromstring(chart(small())).findall(f"{SVG}path")
-    stacks = [p.attrib["d"] for p in found if p.attrib["d"].startswith(f"M{LEFT} {BELOW}V")]
+    elements = ElementTree.fromstring(chart(small())).findall(f"{SVG}path")
+    stacks = [p.attrib["d"] for p in elements if p.attrib["d"].startswith(f"M{LEFT} {BELOW}V")]
     top = make_scene(small(), "host", title="").top
     heights = [float(y) for y in re.findall(r"V([\d.]+)h", stacks[0])]  # the first is the highest
-    wanted = [BELOW - (BELOW - ABOVE) * alive(small(), t) / top for t in range(8)]
-    assert heights == pytest.approx(wanted, abs=0.06)
+    expected = [BELOW - (BELOW - ABOVE) * alive(small(), t) / top for t in range(8)]
+    assert heights == pytest.approx(expected, abs=0.06)
 
 
 def test_names_in_a_drawing_are_text() -> None:
@@ -406,8 +406,8 @@ def crossing(boxes: list[list[float]]) -> list[tuple[list[float], list[float]]]:
 
 
 def events(plan: Plan, *ops: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(trace(plan, ops))["traceEvents"]
-    return found
+    trace_events: list[dict[str, Any]] = json.loads(trace(plan, ops))["traceEvents"]
+    return trace_events
 
 
 def test_the_trace_counts_live_bytes(plan: Plan) -> None:
@@ -424,9 +424,9 @@ def test_each_buffer_is_a_slice_and_slices_of_a_thread_do_not_cross(
     placed: Placed, plan: Plan
 ) -> None:
     ops = [step.op.name for step in placed.steps]
-    found = events(plan, *ops)
-    threads = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
-    slices = [e for e in found if e["ph"] == "X"]
+    trace_events = events(plan, *ops)
+    threads = {e["tid"]: e["args"]["name"] for e in trace_events if e["name"] == "thread_name"}
+    slices = [e for e in trace_events if e["ph"] == "X"]
     buffers = [e for e in slices if e["tid"]]
     assert sorted((e["name"], e["ts"], e["dur"], e["args"]["bytes"]) for e in buffers) == sorted(
         (b.name, b.start, b.end - b.start, b.nbytes) for b in plan.buffers
@@ -443,9 +443,11 @@ def test_each_buffer_is_a_slice_and_slices_of_a_thread_do_not_cross(
 def test_a_category_has_no_more_threads_than_buffers_at_once(plan: Plan) -> None:
     names = [e["args"]["name"] for e in events(plan) if e["name"] == "thread_name"]
     for category in CATEGORIES:
-        here = [b for b in plan.buffers if b.category == category]
-        most = max(sum(b.start <= t < b.end for b in here) for t in range(plan.steps + 1))
-        assert sum(name.startswith(f"{category} ") for name in names) == most
+        category_buffers = [b for b in plan.buffers if b.category == category]
+        max_alive = max(
+            sum(b.start <= t < b.end for b in category_buffers) for t in range(plan.steps + 1)
+        )
+        assert sum(name.startswith(f"{category} ") for name in names) == max_alive
 
 
 def test_a_hostile_name_in_a_trace_can_be_read() -> None:
@@ -488,16 +490,16 @@ def test_the_terminal_shows_addresses_over_time() -> None:
 
 
 def test_an_arrow_stands_under_the_peak() -> None:
-    late = plan_of(buffer("a", 0, 8, 0, MIB), buffer("b", 7, 8, MIB, MIB))
-    for plan, said in ((small(), "↑ peak, op 3"), (late, "peak, op 7 ↑")):
+    late_plan = plan_of(buffer("a", 0, 8, 0, MIB), buffer("b", 7, 8, MIB, MIB))
+    for plan, said in ((small(), "↑ peak, op 3"), (late_plan, "peak, op 7 ↑")):
         lines = terminal(plan, 60).splitlines()
         at = next(k for k, line in enumerate(lines) if said in line)
         assert lines[at - 1][lines[at].index("↑")] == "█" and len(lines[at]) <= 60
 
 
 def test_half_blocks_in_colour_have_two_heights() -> None:
-    plain, colored = (bare(terminal(small(), 80, color=color)) for color in (False, True))
-    free = [[c == " " for c in line[MARGIN:]] for line in plain if "┤" in line]
+    uncolored, colored = (bare(terminal(small(), 80, color=color)) for color in (False, True))
+    free = [[c == " " for c in line[MARGIN:]] for line in uncolored if "┤" in line]
     assert free == [[c == " " for c in line[MARGIN:]] for line in colored if "┤" in line]
     assert set("".join(line[MARGIN:] for line in colored if "┤" in line)) <= set("▀▄ ")
 

@@ -53,8 +53,8 @@ def as_in_the_papers(name: str, c: float, r: float, c0: float, r0: float, tokens
     if name == "simpo":
         return math.log1p(math.exp(-(2.0 * (c - r) - 0.5)))
     if name == "orpo":
-        odds = (c - r) - (math.log1p(-math.exp(c)) - math.log1p(-math.exp(r)))
-        return -c + 0.1 * math.log1p(math.exp(-odds))
+        log_odds = (c - r) - (math.log1p(-math.exp(c)) - math.log1p(-math.exp(r)))
+        return -c + 0.1 * math.log1p(math.exp(-log_odds))
     beta = 2.0 if name == "mean" else 0.1
     ratio = beta * ((c - r) - (0.0 if name == "free" else c0 - r0)) - (0.3 * (name == "margin"))
     right, wrong = math.log1p(math.exp(-ratio)), math.log1p(math.exp(ratio))
@@ -66,47 +66,49 @@ def as_in_the_papers(name: str, c: float, r: float, c0: float, r0: float, tokens
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_those_of_the_papers(name: str) -> None:
     """Two rows of up to two pairs; the second row has one."""
-    how, rng, time = LOSSES[name], np.random.default_rng(0), 9
+    preference, rng, time = LOSSES[name], np.random.default_rng(0), 9
     losses = rng.uniform(0.1, 3, (2, time)).astype(np.float32)
     owner = np.array([[0, 0, 2, 2, 2, 1, 3, 3, 3], [0, 2, 2, 2, -1, -1, -1, -1, -1]])
     sides = np.stack([owner == side for side in range(4)], 1).astype(np.float32)
-    if how.divides:
+    if preference.divides:
         sides /= np.maximum(sides.sum(-1, keepdims=True), 1)
-    known = rng.uniform(-3, -1, (2, 4)).astype(np.float32)
+    ref_logps = rng.uniform(-3, -1, (2, 4)).astype(np.float32)
     share = np.array([[1 / 3, 1 / 3], [1 / 3, 0]], np.float32)
     logps = -(sides.astype(np.float64) * losses[:, None]).sum(-1)
-    each = [
-        as_in_the_papers(name, logps[i, p], logps[i, 2 + p], known[i, p], known[i, 2 + p], tokens)
+    expected_losses = [
+        as_in_the_papers(
+            name, logps[i, p], logps[i, 2 + p], ref_logps[i, p], ref_logps[i, 2 + p], tokens
+        )
         for (i, p), tokens in zip(((0, 0), (0, 1), (1, 0)), CHOSEN, strict=True)
     ]
-    given = {"losses": losses, "sides": sides, "pairs": share}
-    given |= {"reference": known} if how.reference else {}
-    given |= {"shares": np.float32([[1 / 2, 1], [1, 0]])} if how.shares else {}
+    inputs = {"losses": losses, "sides": sides, "pairs": share}
+    inputs |= {"reference": ref_logps} if preference.reference else {}
+    inputs |= {"shares": np.float32([[1 / 2, 1], [1, 0]])} if preference.shares else {}
     leaf = pt.weight("losses", losses.shape)
-    loss, said = how.loss(leaf, 2)
-    got = run(Graph({"loss": loss, "logps": said}), given)
-    assert float(got["loss"]) == pytest.approx(np.mean(each), rel=1e-5)
+    loss, said = preference.loss(leaf, 2)
+    got = run(Graph({"loss": loss, "logps": said}), inputs)
+    assert float(got["loss"]) == pytest.approx(np.mean(expected_losses), rel=1e-5)
     np.testing.assert_allclose(got["logps"], logps, rtol=1e-5)
     pairs = np.array([[logps[i, p], logps[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
-    refs = np.array([[known[i, p], known[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
-    found = how.judged(pairs, refs, 1 / CHOSEN if how.shares else 1.0)
-    np.testing.assert_allclose(found["loss"], each, rtol=1e-6)
+    refs = np.array([[ref_logps[i, p], ref_logps[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
+    metrics = preference.judged(pairs, refs, 1 / CHOSEN if preference.shares else 1.0)
+    np.testing.assert_allclose(metrics["loss"], expected_losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
 @pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "sft"])
 def test_gradients_through_the_head_equal_differences(name: str, trained: bool) -> None:
     """Of a frozen head one pass is enough; of a trained one logits are computed twice."""
-    how, rng = LOSSES[name], np.random.default_rng(1)
+    preference, rng = LOSSES[name], np.random.default_rng(1)
     x = rng.standard_normal((2, 6, 8)).astype(np.float32)
     w = rng.standard_normal((11, 8)).astype(np.float16 if not trained else np.float32)
     targets = rng.integers(0, 11, (2, 6)).astype(np.int32)
     targets[:, 0] = -1
     owner = np.array([[-1, 0, 0, 1, 1, 1], [-1, 0, 0, 0, 1, 1]])
     sides = np.stack([owner == side for side in range(2)], 1).astype(np.float32)
-    if how.divides:
+    if preference.divides:
         sides /= sides.sum(-1, keepdims=True)
-    known = np.full((2, 2), -4, np.float32)
+    ref_logps = np.full((2, 2), -4, np.float32)
     share = np.full((2, 1), 0.5, np.float32)
     leaf = pt.weight("x", x.shape)
     head = pt.weight("w", w.shape) if trained else pt.constant("w", w, pt.f16)
@@ -114,19 +116,19 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
     losses = ops.linear_cross_entropy(
         leaf, head, pt.input("targets", (2, 6), pt.i32), ones, chunk=4
     )[1]
-    loss, _ = how.loss(losses, 1)
-    wanted = [leaf, head] if trained else [leaf]
-    found = differentiate(loss, wanted)
-    outputs = {t.label: g for t, g in found.items()}
-    given = {"x": x, "w": w, "targets": targets, "sides": sides, "pairs": share}
-    given |= {"reference": known} if how.reference else {}
-    given |= {"shares": np.float32([[1 / 2], [1 / 3]])} if how.shares else {}
+    loss, _ = preference.loss(losses, 1)
+    leaves = [leaf, head] if trained else [leaf]
+    grads = differentiate(loss, leaves)
+    outputs = {t.label: g for t, g in grads.items()}
+    inputs = {"x": x, "w": w, "targets": targets, "sides": sides, "pairs": share}
+    inputs |= {"reference": ref_logps} if preference.reference else {}
+    inputs |= {"shares": np.float32([[1 / 2], [1 / 3]])} if preference.shares else {}
     if not trained:
-        given.pop("w")
+        inputs.pop("w")
     graph = Graph(outputs)
     heads = sum(step.op.name == "linear_cross_entropy" for step in graph.calls)
     assert heads == (2 if trained else 1)
-    got = run(graph, given)
+    got = run(graph, inputs)
 
     def value(x: np.ndarray, w: np.ndarray) -> float:
         logits = x @ w.astype(np.float64).T
@@ -135,8 +137,8 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
         at = np.maximum(targets, 0)[..., None]
         token = np.take_along_axis(logps, at, -1)[..., 0] * (targets >= 0)
         s = (sides * token[:, None]).sum(-1)
-        shares = np.array([1 / 2, 1 / 3]) if how.shares else 1.0
-        return float(how.judged(s, known.astype(np.float64), shares)["loss"].mean())
+        shares = np.array([1 / 2, 1 / 3]) if preference.shares else 1.0
+        return float(preference.judged(s, ref_logps.astype(np.float64), shares)["loss"].mean())
 
     for name, array in (("x", x), ("w", w)) if trained else (("x", x),):
         for at in [*np.ndindex(array.shape)][:: 5 if name == "x" else 7]:
@@ -210,29 +212,29 @@ def test_rows_hold_whole_pairs_and_say_which_targets_are_whose(measure: str, nll
     rng, lengths = np.random.default_rng(2), [5, 7, 4, 4, 9, 3, 6, 6]
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.int64)
     ids = rng.integers(0, 50, sum(lengths)).astype(np.uint16)
-    given = (rng.random(ids.size) < 0.6).astype(np.uint8)
-    given[starts + 2] = 1
-    how = replace(KINDS["simpo"], nll=nll, measure=measure)
-    batches = PairBatches(Samples(ids, given, starts), 2, 24, how, seed=1)
+    token_weights = (rng.random(ids.size) < 0.6).astype(np.uint8)
+    token_weights[starts + 2] = 1
+    preference = replace(KINDS["simpo"], nll=nll, measure=measure)
+    batches = PairBatches(Samples(ids, token_weights, starts), 2, 24, preference, seed=1)
     batches.known[:] = np.arange(8)
     seen = []
     for index in range(len(batches)):
         batch, rows = batches[index], batches.answers(index)
         for at, row in enumerate(rows):
-            most = batches.most
+            max_pairs = batches.most
             assert batch["pairs"][at].sum() * 2 == len(row)
             for number, sample in enumerate(row):
                 seen.append(sample)
                 pair, side = divmod(number, 2)
                 assert sample % 2 == side and (side == 0 or row[number - 1] == sample - 1)
-                sides = batch["sides"][at, side * most + pair]
-                its, its_weights = Samples(ids, given, starts)[sample]
-                here = np.flatnonzero(sides)
-                assert sides.sum() == pytest.approx(1 if how.divides else here.size)
-                if how.shares and not side:
-                    assert batch["shares"][at, pair] == pytest.approx(1 / here.size)
-                wanted = its[1:][its_weights[1:] > 0]
-                assert batch["targets"][at, here].tolist() == wanted.tolist()
+                sides = batch["sides"][at, side * max_pairs + pair]
+                sample_ids, sample_weights = Samples(ids, token_weights, starts)[sample]
+                columns = np.flatnonzero(sides)
+                assert sides.sum() == pytest.approx(1 if preference.divides else columns.size)
+                if preference.shares and not side:
+                    assert batch["shares"][at, pair] == pytest.approx(1 / columns.size)
+                expected = sample_ids[1:][sample_weights[1:] > 0]
+                assert batch["targets"][at, columns].tolist() == expected.tolist()
     assert sorted(seen) == [*range(8)]
 
 
@@ -241,7 +243,7 @@ def test_rows_hold_whole_pairs_and_say_which_targets_are_whose(measure: str, nll
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("preference")
+    root = tmp_path_factory.mktemp("preference")
     rng = random.Random(1)
     lines = []
     for _ in range(60):
@@ -249,17 +251,17 @@ def folder(tmp_path_factory):
         # the preferred answer is short
         short, long = words[0], " ".join(words * 3)
         lines.append({"prompt": f"say {words[0]}", "chosen": short, "rejected": long})
-    (made / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    random_model(made / "f32.gguf", "llama tied")
-    assert main(["quantize", str(made / "f32.gguf"), str(made / "q4.gguf"), "Q4_K_M"]) == 0
-    return made
+    (root / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    random_model(root / "f32.gguf", "llama tied")
+    assert main(["quantize", str(root / "f32.gguf"), str(root / "q4.gguf"), "Q4_K_M"]) == 0
+    return root
 
 
 def tuned(folder: Path, output: Path, *more: str, base: str = "f32") -> int:
-    given = [str(folder / f"{base}.gguf"), "--data", str(folder / "pairs.jsonl"), "-o", str(output)]
-    usual = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
+    paths = [str(folder / f"{base}.gguf"), "--data", str(folder / "pairs.jsonl"), "-o", str(output)]
+    defaults = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
     loss = () if "--loss" in more else ("--loss", "dpo")
-    return main(["finetune", *given, *usual, *loss, "--lora-rank", "4", *more])
+    return main(["finetune", *paths, *defaults, *loss, "--lora-rank", "4", *more])
 
 
 @pytest.mark.parametrize("loss", KINDS)
@@ -276,50 +278,50 @@ def test_a_run_learns_the_preference_on_pairs_it_has_not_seen(folder, tmp_path, 
 
 
 def test_the_loss_does_not_depend_on_micro_batches_packing_or_memory(folder, tmp_path, capsys):
-    found = []
-    for number, more in enumerate(
+    results = []
+    for number, extra_args in enumerate(
         (["--batch-size", "4"], ["--batch-size", "2", "--grad-accumulation-steps", "2"])
     ):
         output = tmp_path / f"{number}.gguf"
-        assert tuned(folder, output, "--iters", "4", *more) == 0, said(capsys)
-        every = metrics_file.read(tmp_path / f"{number}.run/metrics.jsonl")
-        found.append([(r["loss"], r["rewards_margin"]) for r in every if "loss" in r])
-    np.testing.assert_allclose(found[0], found[1], rtol=2e-5, atol=2e-6)
+        assert tuned(folder, output, "--iters", "4", *extra_args) == 0, said(capsys)
+        records = metrics_file.read(tmp_path / f"{number}.run/metrics.jsonl")
+        results.append([(r["loss"], r["rewards_margin"]) for r in records if "loss" in r])
+    np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=2e-6)
 
 
 def test_a_stopped_run_resumes_bit_for_bit_and_reads_the_reference_once(folder, tmp_path, capsys):
-    whole, parted = tmp_path / "whole.gguf", tmp_path / "parted.gguf"
-    assert tuned(folder, whole, "--iters", "8") == 0
+    full_model, resumed_model = tmp_path / "whole.gguf", tmp_path / "parted.gguf"
+    assert tuned(folder, full_model, "--iters", "8") == 0
     with signal_after(4):
-        assert tuned(folder, parted, "--iters", "8") == 130
+        assert tuned(folder, resumed_model, "--iters", "8") == 130
     capsys.readouterr()
-    assert tuned(folder, parted, "--iters", "8", "--resume") == 0
+    assert tuned(folder, resumed_model, "--iters", "8", "--resume") == 0
     assert "reference model" not in "\n".join(said(capsys))
-    assert weights(whole) == weights(parted)
+    assert weights(full_model) == weights(resumed_model)
     # a lost or damaged file is made again, from the base's values
     (tmp_path / "parted.run" / FILE).write_bytes(b"damaged")
-    assert tuned(folder, parted, "--iters", "10", "--resume") == 0
-    assert tuned(folder, whole, "--iters", "10", "--resume") == 0
-    assert weights(whole) == weights(parted)
+    assert tuned(folder, resumed_model, "--iters", "10", "--resume") == 0
+    assert tuned(folder, full_model, "--iters", "10", "--resume") == 0
+    assert weights(full_model) == weights(resumed_model)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_what_was_kept_is_read_whole_or_not_at_all(damage: str, tmp_path: Path) -> None:
-    path, known = tmp_path / "known.npz", {"a": np.arange(99.0), "b": np.arange(50)}
-    precomputed.write(path, "mark", known)
-    got = {name: np.zeros_like(array) for name, array in known.items()}
+    path, arrays = tmp_path / "known.npz", {"a": np.arange(99.0), "b": np.arange(50)}
+    precomputed.write(path, "mark", arrays)
+    got = {name: np.zeros_like(array) for name, array in arrays.items()}
     precomputed.read(path, "another", got)
     assert not got["a"].any()
     raw = bytearray(path.read_bytes())
     if damage == "cut":
         del raw[-30:]
     else:
-        raw[raw.index(known["b"].tobytes()) + 3] ^= 1
+        raw[raw.index(arrays["b"].tobytes()) + 3] ^= 1
     (tmp_path / "damaged.npz").write_bytes(raw)
     precomputed.read(tmp_path / "damaged.npz", "mark", got)
     assert not got["a"].any() and not got["b"].any()
     precomputed.read(path, "mark", got)
-    assert all(np.array_equal(got[name], array) for name, array in known.items())
+    assert all(np.array_equal(got[name], array) for name, array in arrays.items())
 
 
 def test_learned_positions_are_enough_for_both_answers_and_padding(
@@ -327,18 +329,18 @@ def test_learned_positions_are_enough_for_both_answers_and_padding(
 ):
     monkeypatch.setitem(CONFIGS, "gpt2", replace(CONFIGS["gpt2"], context_length=128))
     random_model(tmp_path / "gpt2.gguf", "gpt2")
-    given = [str(tmp_path / "gpt2.gguf"), "--data", str(folder / "pairs.jsonl"), "--loss", "dpo"]
-    more = ["--iters", "2", "--no-tensorboard", "-o", str(tmp_path / "tuned.gguf")]
-    assert main(["finetune", *given, *more]) == 0, said(capsys)
+    args = [str(tmp_path / "gpt2.gguf"), "--data", str(folder / "pairs.jsonl"), "--loss", "dpo"]
+    extra_args = ["--iters", "2", "--no-tensorboard", "-o", str(tmp_path / "tuned.gguf")]
+    assert main(["finetune", *args, *extra_args]) == 0, said(capsys)
 
 
 def test_weights_themselves_can_be_trained(folder, tmp_path, capsys):
     output = tmp_path / "tuned.gguf"
-    given = [str(folder / "f32.gguf"), "--data", str(folder / "pairs.jsonl"), "-o", str(output)]
-    more = ["--full", "--loss", "dpo", "--iters", "6", "--batch-size", "2", "--lr", "1e-3"]
-    assert main(["finetune", *given, *more, "--no-tensorboard"]) == 0, said(capsys)
-    every = [r for r in metrics_file.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
-    assert every[-1]["rewards_margin"] > every[0]["rewards_margin"] + 0.05
+    args = [str(folder / "f32.gguf"), "--data", str(folder / "pairs.jsonl"), "-o", str(output)]
+    extra_args = ["--full", "--loss", "dpo", "--iters", "6", "--batch-size", "2", "--lr", "1e-3"]
+    assert main(["finetune", *args, *extra_args, "--no-tensorboard"]) == 0, said(capsys)
+    records = [r for r in metrics_file.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
+    assert records[-1]["rewards_margin"] > records[0]["rewards_margin"] + 0.05
 
 
 @pytest.mark.parametrize(
@@ -363,8 +365,8 @@ def test_other_data_is_refused_for_such_a_loss(folder, tmp_path, capsys):
     data = tmp_path / "chats.jsonl"
     data.write_text(json.dumps({"prompt": "Hi", "completion": "Hello"}))
     output = str(tmp_path / "tuned.gguf")
-    given = [str(folder / "f32.gguf"), "--data", str(data), "-o", output, "--loss", "dpo"]
-    assert main(["finetune", *given]) == 2
+    args = [str(folder / "f32.gguf"), "--data", str(data), "-o", output, "--loss", "dpo"]
+    assert main(["finetune", *args]) == 2
     assert "it must have prompt, chosen and rejected" in said(capsys)[-1]
 
 
@@ -374,10 +376,12 @@ def test_a_budget_is_kept_or_refused(folder, tmp_path, capsys):
 
 
 def test_judged_rewards_of_an_untrained_model_are_ties() -> None:
-    how = Preference("dpo")
+    preference = Preference("dpo")
     logps = np.array([[-3.0, -5.0]])
-    found = how.judged(logps, logps)
-    assert found["chosen"] == found["rejected"] == 0 and found["loss"] == pytest.approx(math.log(2))
+    metrics = preference.judged(logps, logps)
+    assert metrics["chosen"] == metrics["rejected"] == 0 and metrics["loss"] == pytest.approx(
+        math.log(2)
+    )
 
 
 # ---- against TRL
@@ -395,7 +399,7 @@ def test_losses_margins_and_gradients_are_trls(tmp_path: Path, loss: str) -> Non
     data = tmp_path / "pairs.jsonl"
     data.write_text("\n".join(map(json.dumps, PAIRS)))
     steps = golden["steps"]
-    given = [
+    args = [
         "--full",
         "--loss",
         loss,
@@ -406,16 +410,16 @@ def test_losses_margins_and_gradients_are_trls(tmp_path: Path, loss: str) -> Non
         "--max-grad-norm",
         "0",
     ]
-    given += ["--lr", str(golden["rate"]), "--lr-scheduler", "constant", "--warmup-ratio", "0"]
-    given += ["--weight-decay", "0", "--no-pack", "--batch-size", "6", "--iters", str(len(steps))]
-    given += ["--val-split", "0", "--no-tensorboard"]
-    assert main(["finetune", str(base), "--data", str(data), "-o", str(output), *given]) == 0
+    args += ["--lr", str(golden["rate"]), "--lr-scheduler", "constant", "--warmup-ratio", "0"]
+    args += ["--weight-decay", "0", "--no-pack", "--batch-size", "6", "--iters", str(len(steps))]
+    args += ["--val-split", "0", "--no-tensorboard"]
+    assert main(["finetune", str(base), "--data", str(data), "-o", str(output), *args]) == 0
     found = [r for r in metrics_file.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
     for ours, theirs in zip(found, steps, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         for name in ("chosen", "rejected") if loss == "dpo" else ():  # TRL shows sums for ipo, too
-            wanted = theirs[f"rewards/{name}"]
-            assert ours[f"rewards_{name}"] == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
+            expected = theirs[f"rewards/{name}"]
+            assert ours[f"rewards_{name}"] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
     before, after = GGUF(base), GGUF(output)
     moved = golden["moved"]
     assert len(moved) == len(before.entries)

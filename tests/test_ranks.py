@@ -42,25 +42,25 @@ from tests.ranked import FEW, by_hand, close, done, errors, same, train
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("ranks")
-    (made / "text.txt").write_text(words())
-    return made
+    root = tmp_path_factory.mktemp("ranks")
+    (root / "text.txt").write_text(words())
+    return root
 
 
 def about(folder: Path, name: str) -> dict[str, Any]:
-    found = load(folder / f"{name}.run/checkpoint.gguf", print)
-    assert found is not None
-    return found.about
+    checkpoint = load(folder / f"{name}.run/checkpoint.gguf", print)
+    assert checkpoint is not None
+    return checkpoint.about
 
 
 def test_numbers_are_exchanged_in_buckets_that_cover_all(monkeypatch):
     monkeypatch.setattr(exchange, "BUCKET", 7)
     arrays = [np.arange(n, dtype=np.float32) for n in (3, 1, 20, 4)]
     buckets = list(exchange.buckets(arrays))
-    assert [sum(piece.size for piece in one) for one in buckets] == [7, 7, 7, 7]
-    flat = np.concatenate([piece for one in buckets for piece in one])
+    assert [sum(piece.size for piece in bucket) for bucket in buckets] == [7, 7, 7, 7]
+    flat = np.concatenate([piece for bucket in buckets for piece in bucket])
     assert flat.tolist() == np.concatenate(arrays).tolist()
-    assert all(any(np.shares_memory(p, a) for a in arrays) for one in buckets for p in one)
+    assert all(any(np.shares_memory(p, a) for a in arrays) for bucket in buckets for p in bucket)
 
 
 def test_without_torch_one_sentence_names_the_extra(folder, monkeypatch, capsys):
@@ -74,8 +74,8 @@ def test_without_torch_one_sentence_names_the_extra(folder, monkeypatch, capsys)
 
 
 def test_a_process_alone_exchanges_nothing():
-    alone = distributed.here()
-    assert (alone.rank, alone.size, alone.gather(3), alone.total(2.5)) == (0, 1, [3], 2.5)
+    single = distributed.here()
+    assert (single.rank, single.size, single.gather(3), single.total(2.5)) == (0, 1, [3], 2.5)
 
 
 @pytest.mark.torch
@@ -91,21 +91,21 @@ def test_ranks_that_exchange_whole_buckets_keep_to_their_plan(folder, zero):
 
 @pytest.mark.torch
 def test_two_and_four_ranks_train_as_one_and_with_the_same_bits_each_time(folder):
-    asked = ["--iters", "200", "--steps-per-eval", "50", "--memory", "400MiB"]
-    asked += ["--grad-accumulation-steps", "2"]
-    done(train(folder, "one", *asked))
-    for name, more in (("two", []), ("zero", ["--zero", "1"])):
-        done(train(folder, name, *asked, "--nproc", "2", *more))
+    args = ["--iters", "200", "--steps-per-eval", "50", "--memory", "400MiB"]
+    args += ["--grad-accumulation-steps", "2"]
+    done(train(folder, "one", *args))
+    for name, extra_args in (("two", []), ("zero", ["--zero", "1"])):
+        done(train(folder, name, *args, "--nproc", "2", *extra_args))
         close(folder, "one", name, 200)
         end = metrics_file.read(folder / f"{name}.run/metrics.jsonl")[-1]
         assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 400 << 20
     same(folder, "two", "zero")  # a second run, and one that shares out the moments
     for name in ("scatter", "again"):  # and one that shares out the sums of gradients
-        done(train(folder, name, *asked, "--nproc", "2", "--zero", "2"))
+        done(train(folder, name, *args, "--nproc", "2", "--zero", "2"))
     close(folder, "one", "scatter", 200)
     same(folder, "scatter", "again")
-    for name, more in (("four", []), ("fours", ["--zero", "2"])):
-        done(train(folder, name, *asked, "--nproc", "4", *more))
+    for name, extra_args in (("four", []), ("fours", ["--zero", "2"])):
+        done(train(folder, name, *args, "--nproc", "4", *extra_args))
         close(folder, "one", name, 200)
 
 
@@ -113,24 +113,24 @@ def test_two_and_four_ranks_train_as_one_and_with_the_same_bits_each_time(folder
 @pytest.mark.skipif(not hosts.possible(), reason="needs network namespaces")
 def test_two_hosts_have_the_bits_of_two_processes_of_one(folder):
     """Network namespaces, each with an address of its own, and a link between them."""
-    asked = ["--iters", "20", "--steps-per-eval", "10", "--grad-accumulation-steps", "2"]
+    args = ["--iters", "20", "--steps-per-eval", "10", "--grad-accumulation-steps", "2"]
     with hosts.hosts(2) as two:
-        started = by_hand(train(folder, "apart", *asked), [], [], on=two)
-        ends = [one.communicate(timeout=120)[1] for one in started]
-        assert [one.returncode for one in started] == [0, 0], ends
-    done(train(folder, "beside", *asked, "--nproc", "2"))
+        started = by_hand(train(folder, "apart", *args), [], [], on=two)
+        errors = [process.communicate(timeout=120)[1] for process in started]
+        assert [process.returncode for process in started] == [0, 0], errors
+    done(train(folder, "beside", *args, "--nproc", "2"))
     same(folder, "apart", "beside")
 
 
 @pytest.mark.torch
 def test_ranks_on_pytorch_train_as_one(folder):
     """Also in a memory that the host does not look at, as a GPU's."""
-    asked = ["--iters", "50", "--steps-per-eval", "50", "--memory", "700MiB"]
-    asked += ["--grad-accumulation-steps", "2", "--device"]
-    done(train(folder, "torch", *asked, "torch:cpu"))
-    each = ("torches", "torch:cpu", "0"), ("shares", "torch:cpu", "1"), ("far", "torch:cpu:1", "2")
-    for name, device, zero in each:
-        done(train(folder, name, *asked, device, "--nproc", "2", "--zero", zero))
+    args = ["--iters", "50", "--steps-per-eval", "50", "--memory", "700MiB"]
+    args += ["--grad-accumulation-steps", "2", "--device"]
+    done(train(folder, "torch", *args, "torch:cpu"))
+    cases = ("torches", "torch:cpu", "0"), ("shares", "torch:cpu", "1"), ("far", "torch:cpu:1", "2")
+    for name, device, zero in cases:
+        done(train(folder, name, *args, device, "--nproc", "2", "--zero", zero))
         close(folder, "torch", name, 50)
         end = metrics_file.read(folder / f"{name}.run/metrics.jsonl")[-1]
         assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 700 << 20
@@ -140,32 +140,35 @@ def test_ranks_on_pytorch_train_as_one(folder):
 @pytest.mark.torch
 def test_a_model_over_two_memories_is_trained_by_two_ranks_as_by_one(folder):
     """Its first block on the cpu, its last on a device that the cpu plays; moments in the process's memory."""
-    asked = ["--iters", "50", "--steps-per-eval", "50", "--grad-accumulation-steps", "2"]
-    asked += ["--layers", "2", "--gpu-layers", "1", "--offload", "moments", "--device"]
-    for number, (device, ways) in enumerate({"cpu:1": "01", "torch:cpu:1": "2"}.items()):
-        done(train(folder, f"parted{number}", *asked, device))
-        for zero in ways:
+    args = ["--iters", "50", "--steps-per-eval", "50", "--grad-accumulation-steps", "2"]
+    args += ["--layers", "2", "--gpu-layers", "1", "--offload", "moments", "--device"]
+    for number, (device, zero_stages) in enumerate({"cpu:1": "01", "torch:cpu:1": "2"}.items()):
+        done(train(folder, f"parted{number}", *args, device))
+        for zero in zero_stages:
             name = f"parted{number}{zero}"
-            done(train(folder, name, *asked, device, "--nproc", "2", "--zero", zero))
+            done(train(folder, name, *args, device, "--nproc", "2", "--zero", zero))
             close(folder, f"parted{number}", name, 50)
-            told = json.loads((folder / f"{name}.run/plan.json").read_text())
-            assert {s for splits in told["splits"] for s in splits} == {"host", device}
+            plan = json.loads((folder / f"{name}.run/plan.json").read_text())
+            assert {s for splits in plan["splits"] for s in splits} == {"host", device}
             assert load(folder / f"{name}.run/checkpoint.gguf", print).about["offloaded"]
     same(folder, "parted00", "parted01")
 
 
 @pytest.mark.torch
 def test_moments_that_are_shared_out_take_their_share_of_the_plan_and_are_saved_whole(folder):
-    asked = ["--iters", "4", "--grad-accumulation-steps", "2", "--lr-scheduler", "constant"]
-    done(train(folder, "all", *asked, "--nproc", "2"))
-    done(train(folder, "half", *asked, "--nproc", "2", "--zero", "1"))
+    args = ["--iters", "4", "--grad-accumulation-steps", "2", "--lr-scheduler", "constant"]
+    done(train(folder, "all", *args, "--nproc", "2"))
+    done(train(folder, "half", *args, "--nproc", "2", "--zero", "1"))
     states = [
         json.loads((folder / f"{name}.run/plan.json").read_text())["state_bytes"]
         for name in ("all", "half")
     ]
     assert states[0] / 2 <= states[1] <= states[0] / 2 + 64 * 2 * len(moments(folder, "all"))
-    for name, more in (("all", []), ("half", ["--zero", "1"])):  # with another number of ranks
-        done(train(folder, name, "--iters", "8", "--resume", "--nproc", "4", *more))
+    for name, extra_args in (
+        ("all", []),
+        ("half", ["--zero", "1"]),
+    ):  # with another number of ranks
+        done(train(folder, name, "--iters", "8", "--resume", "--nproc", "4", *extra_args))
     same(folder, "all", "half")
     said = done(train(folder, "half", "--iters", "9", "--resume", "--nproc", "1"))
     assert "the run had 4 processes and has 1 now" in said
@@ -173,7 +176,7 @@ def test_moments_that_are_shared_out_take_their_share_of_the_plan_and_are_saved_
 
 @pytest.mark.torch
 def test_sums_of_gradients_that_are_shared_out_have_the_same_bits_without_clipping(folder):
-    asked = [
+    args = [
         "--iters",
         "6",
         "--batch-size",
@@ -184,13 +187,13 @@ def test_sums_of_gradients_that_are_shared_out_have_the_same_bits_without_clippi
         "constant",
     ]
     for zero in ("1", "2"):
-        done(train(folder, f"parts{zero}", *asked, "--nproc", "2", "--zero", zero))
+        done(train(folder, f"parts{zero}", *args, "--nproc", "2", "--zero", zero))
     plans = [json.loads((folder / f"parts{zero}.run/plan.json").read_text()) for zero in ("1", "2")]
-    whole, part = (plan["gradient_bytes"] for plan in plans)
-    assert whole / 2 <= part <= whole / 2 + 64 * len(moments(folder, "parts1"))
+    full_nbytes, part_nbytes = (plan["gradient_bytes"] for plan in plans)
+    assert full_nbytes / 2 <= part_nbytes <= full_nbytes / 2 + 64 * len(moments(folder, "parts1"))
     same(folder, "parts1", "parts2", norms=False)
-    done(train(folder, "parts2", *asked, "--iters", "8", "--resume", "--nproc", "4", "--zero", "2"))
-    done(train(folder, "parts1", *asked, "--iters", "8", "--resume", "--nproc", "4"))
+    done(train(folder, "parts2", *args, "--iters", "8", "--resume", "--nproc", "4", "--zero", "2"))
+    done(train(folder, "parts1", *args, "--iters", "8", "--resume", "--nproc", "4"))
     same(folder, "parts1", "parts2", norms=False)
 
 
@@ -200,9 +203,9 @@ def moments(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.torch
 def test_as_many_ranks_as_micro_batches_have_the_bits_of_one_process(folder):
-    asked = ["--iters", "20", "--grad-accumulation-steps", "2", "--memory", "400MiB"]
-    done(train(folder, "micro", *asked))
-    done(train(folder, "micros", *asked, "--nproc", "2"))
+    args = ["--iters", "20", "--grad-accumulation-steps", "2", "--memory", "400MiB"]
+    done(train(folder, "micro", *args))
+    done(train(folder, "micros", *args, "--nproc", "2"))
     assert not about(folder, "micro")["layered"]  # one process adds them one after the other, too
     same(folder, "micro", "micros")
 
@@ -214,10 +217,10 @@ def test_an_adapter_is_tuned_by_two_ranks_as_by_one(folder):
     flags[flags.index("0.1")] = "0"  # dropout: its mask is drawn for each micro-batch
     flags[flags.index("--batch-size") + 1] = "4"
     # at this rate the losses stay far from 0, near which f32 has no five digits of them
-    asked = ["--iters", "200", "--steps-per-eval", "50", "--lr", "1e-5", *FEW]
-    for name, more in (("tuned", []), ("both", ["--nproc", "2"])):
+    args = ["--iters", "200", "--steps-per-eval", "50", "--lr", "1e-5", *FEW]
+    for name, extra_args in (("tuned", []), ("both", ["--nproc", "2"])):
         output = ["-o", str(folder / f"{name}.gguf")]
-        done([sys.executable, "-m", "packtrain", *flags, *output, *asked, *more])
+        done([sys.executable, "-m", "packtrain", *flags, *output, *args, *extra_args])
     close(folder, "tuned", "both", 200)
 
 
@@ -261,7 +264,7 @@ def test_what_is_for_several_processes_is_refused_in_one(folder, flags, capsys):
 def test_a_plan_for_ranks_says_what_their_link_costs_and_what_their_share_of_moments_is(
     folder, capsys
 ):
-    found = []
+    results = []
     for flags in (["--link", "1Gbit"], ["--link", "10Mbit"], ["--link", "10Mbit", "--zero", "1"]):
         planned = train(folder, "planned", "--batch-size", "4", "--ranks", "4", *flags)[4:]
         assert main(["plan", "train", *planned]) == 0
@@ -270,54 +273,56 @@ def test_a_plan_for_ranks_says_what_their_link_costs_and_what_their_share_of_mom
         (speed,) = re.findall(r"together (\S+) tokens/s", said)
         assert float(speed.replace(",", "")) * float(seconds) == pytest.approx(4 * 32, rel=0.02)
         (nbytes,) = re.findall(r"optimizer +(\S+) KiB", said)
-        found.append((float(seconds), float(nbytes)))
-    (fast, whole), (slow, also), (slowest, part) = found
+        results.append((float(seconds), float(nbytes)))
+    (fast, full_size), (slow, second_size), (slowest, part) = results
     sent = 2 * 3 / 4 * 4 * 18_016 / (10e6 / 8)  # of 18,016 gradients, in seconds
-    assert whole == also and whole / 4 <= part <= whole / 4 + 2
+    assert full_size == second_size and full_size / 4 <= part <= full_size / 4 + 2
     assert fast + 0.8 * sent < slow and slow + 0.4 * sent < slowest
 
 
 def test_a_plan_for_ranks_says_what_sums_that_are_shared_out_cost(folder, capsys):
     """Half travels in the backward pass, half after the update: as much as with moments shared out."""
-    found = {}
+    results = {}
     for zero in ("0", "1", "2"):
         flags = ["--batch-size", "4", "--ranks", "4", "--link", "10Mbit", "--zero", zero]
         assert main(["plan", "train", *train(folder, "planned", *flags)[4:]]) == 0
         said = capsys.readouterr().out
         (seconds,) = re.findall(r"each of 4 processes: (\S+) s a step", said)
         (nbytes,) = re.findall(r"gradients +(\S+) KiB", said)
-        found[zero] = float(seconds), float(nbytes)
-    assert found["0"][1] == found["1"][1] and found["2"][1] < found["0"][1] / 3
+        results[zero] = float(seconds), float(nbytes)
+    assert results["0"][1] == results["1"][1] and results["2"][1] < results["0"][1] / 3
     sent = 2 * 3 / 4 * 4 * 18_016 / (10e6 / 8)  # of 18,016 gradients, in seconds
-    assert sent <= found["2"][0] < found["1"][0] and found["0"][0] < found["2"][0] + sent
+    assert sent <= results["2"][0] < results["1"][0] and results["0"][0] < results["2"][0] + sent
 
 
 def test_what_ranks_wait_for_each_other_is_no_rate_of_the_machine(monkeypatch):
     settings = SimpleNamespace(target=CPU)
-    prepared = SimpleNamespace(seconds=1.0, job=SimpleNamespace(settings=settings))
+    run = SimpleNamespace(seconds=1.0, job=SimpleNamespace(settings=settings))
     corrected = list[float]()
     monkeypatch.setattr(run_training, "correct", lambda by, target: corrected.append(by))
-    for size, told in ((2, 0), (1, 1)):
+    for size, num_messages in ((2, 0), (1, 1)):
         monkeypatch.setattr(world, "_here", SimpleNamespace(size=size))
-        timed = run_training.timed(prepared)
+        timed = run_training.timed(run)
         messages = [timed(0.5, 1000) for _ in range(9)]
-        assert sum(said is not None for said in messages) == len(corrected) == told
+        assert sum(said is not None for said in messages) == len(corrected) == num_messages
 
 
 @pytest.mark.torch
 def test_rooms_for_sums_on_a_gpu_are_in_its_plan():
     """Beside those of a device whose ranks send from the host; no GPU is asked for anything."""
     shape = StepShape(Config(64, 16, 32, 2, 64, 2, 2), 2, 16)
-    for count, more in ((1, 0), (2, 8 << 20)):
+    for count, extra_nbytes in ((1, 0), (2, 8 << 20)):
         for zero in (None, (0, count)):
-            each = replace(shape, ranks=count, share=zero)
-            there, far = (
-                make_plans(each, AdamW(), target=Target.of(Apart(name, "cpu")))
+            rank_shape = replace(shape, ranks=count, share=zero)
+            cuda_plans, far_plans = (
+                make_plans(rank_shape, AdamW(), target=Target.of(Apart(name, "cpu")))
                 for name in ("cuda", "far")
             )
-            assert there.nbytes_in("cuda") == far.nbytes_in("far") + more
-            assert bool(more) == ("exchange" in "\n".join(rows(replace(there, baseline=1))))
-            assert there.nbytes == far.nbytes
+            assert cuda_plans.nbytes_in("cuda") == far_plans.nbytes_in("far") + extra_nbytes
+            assert bool(extra_nbytes) == (
+                "exchange" in "\n".join(rows(replace(cuda_plans, baseline=1)))
+            )
+            assert cuda_plans.nbytes == far_plans.nbytes
 
 
 def test_latency_grows_with_ranks_as_the_exchange_sends():
@@ -366,14 +371,14 @@ def test_sums_leave_when_they_are_complete_while_the_backward_pass_goes_on(monke
     monkeypatch.setattr(world, "_here", Two())
     w = [weight(f"w{i}", (40, 40)) for i in range(3)]
     h = input("x", (2, 40))
-    for one in w:
-        h = ops.matmul(h, one)
+    for leaf in w:
+        h = ops.matmul(h, leaf)
     graph = accumulating({"loss": ops.sum(ops.mul(h, h))}, w)
     session = Session()
     micro = session.executor(place(graph))
     rng = np.random.default_rng(0)
-    session.set({one.label: rng.standard_normal((40, 40), np.float32) for one in w})
-    leaves = {one.label: one for one in w}
+    session.set({leaf.label: rng.standard_normal((40, 40), np.float32) for leaf in w})
+    leaves = {leaf.label: leaf for leaf in w}
     plans = SimpleNamespace(leaves=leaves, trained=[*leaves], shape=SimpleNamespace(share=None))
     exchanged = gradient_sums.Exchanged(session, plans, micro)
     exchanged.begin()

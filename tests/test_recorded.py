@@ -51,10 +51,10 @@ class Cuda:
 
             def replay(self) -> None:
                 cuda.replays += 1
-                for function, args, named, made in self.ops:
-                    again = function(*args, **named)
+                for function, args, named, recorded in self.ops:
+                    replayed = function(*args, **named)
                     before, tree = storages((args, named)), kernels.torch().utils._pytree
-                    for old, new in zip(*map(tree.tree_leaves, (made, again)), strict=True):
+                    for old, new in zip(*map(tree.tree_leaves, (recorded, replayed)), strict=True):
                         if old.untyped_storage().data_ptr() not in before:
                             old.copy_(new)
 
@@ -83,49 +83,49 @@ class Cuda:
             ) -> Any:
                 if fails or function is torch.ops.aten._local_scalar_dense.default:
                     raise RuntimeError(fails or "operation not permitted when stream is capturing")
-                given = storages((args, kwargs))
-                for at in given.keys() - self.kept.keys() - self.fresh:
-                    whole = given[at].untyped_storage()
-                    self.kept[at] = whole, whole.clone()
-                made = function(*args, **(kwargs or {}))
-                self.fresh |= storages(made).keys() - self.kept.keys()
-                graph.ops.append((function, args, kwargs or {}, made))
-                return made
+                arg_storages = storages((args, kwargs))
+                for at in arg_storages.keys() - self.kept.keys() - self.fresh:
+                    storage = arg_storages[at].untyped_storage()
+                    self.kept[at] = storage, storage.clone()
+                output = function(*args, **(kwargs or {}))
+                self.fresh |= storages(output).keys() - self.kept.keys()
+                graph.ops.append((function, args, kwargs or {}, output))
+                return output
 
             def __exit__(self, *error: Any) -> None:
                 super().__exit__(*error)
-                for whole, before in self.kept.values():
-                    whole.copy_(before)
+                for storage, before in self.kept.values():
+                    storage.copy_(before)
 
         return Recording()
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    made = Cuda()
-    monkeypatch.setattr(recording, "cuda_of", lambda device: made)
+    fake_cuda = Cuda()
+    monkeypatch.setattr(recording, "cuda_of", lambda device: fake_cuda)
     monkeypatch.setattr(recording, "FAILED", set())
     monkeypatch.setattr(recording, "POOLS", {})
-    yield made
+    yield fake_cuda
 
 
 @pytest.mark.parametrize("optimizer, count", [(AdamW(), 20), (LBFGS(), 3)], ids=["adamw", "lbfgs"])
 def test_steps_have_the_same_bits(optimizer: Optimizer, count: int, cuda: Cuda) -> None:
     """Batches and numbers of a step change; L-BFGS also does other things in each run of a graph."""
     with pt.debug("norecord"):
-        plain = steps(Target.of(FAR), count, optimizer)
+        expected = steps(Target.of(FAR), count, optimizer)
     assert not cuda.graphs
-    assert steps(Target.of(FAR), count, optimizer) == plain and len(set(plain)) == count
+    assert steps(Target.of(FAR), count, optimizer) == expected and len(set(expected)) == count
     assert cuda.graphs and cuda.replays >= 3 * (count - 1) and cuda.pools == 1
     assert all(len(graph.ops) >= recording.LEAST for graph in cuda.graphs)
 
 
 def test_what_cannot_be_recorded_runs_call_by_call_and_says_why(cuda: Cuda) -> None:
     with pt.debug("norecord"):
-        plain = steps(Target.of(FAR), 4)
+        expected = steps(Target.of(FAR), 4)
     cuda.fails = "no room for a pool"
     with pytest.warns(UserWarning, match="its calls run one by one, .* no room for a pool") as said:
-        assert steps(Target.of(FAR), 4) == plain
+        assert steps(Target.of(FAR), 4) == expected
     assert len(said) == 1 and not cuda.replays
 
 
@@ -143,17 +143,17 @@ def test_ids_are_checked_between_two_graphs(cuda: Cuda) -> None:
     run = Session().executor(place(pt.Graph({"y": y}), Target.of(FAR)))
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     for ids in ([0, 1], [3, 2], [1, 1]):
-        given = {"ids": np.array(ids, np.int32), "x": x + ids[0]}
+        inputs = {"ids": np.array(ids, np.int32), "x": x + ids[0]}
         with pt.debug("norecord"):
-            alone = Session().executor(place(pt.Graph({"y": y}), Target.of(FAR)))(given)
-        assert np.array_equal(run(given)["y"], alone["y"])
+            expected = Session().executor(place(pt.Graph({"y": y}), Target.of(FAR)))(inputs)
+        assert np.array_equal(run(inputs)["y"], expected["y"])
     assert len(cuda.graphs) == 1 + 2 and cuda.replays == 4  # the first keeps the pool
     with pytest.raises(IndexError, match="index 4 at position 1 is outside"):
         run({"ids": np.array([0, 4], np.int32), "x": x})
 
 
 def test_copies_from_another_memory_are_between_graphs(cuda: Cuda) -> None:
-    other = Apart("farther", "cpu")
+    other_memory = Apart("farther", "cpu")
     w = pt.weight("w", (3,))
     x = ops.mul(pt.input("x", (4, 3)), w)
     for _ in range(5):
@@ -162,7 +162,7 @@ def test_copies_from_another_memory_are_between_graphs(cuda: Cuda) -> None:
     y = ops.mul(x, v)
     for _ in range(5):
         y = ops.scale(y, by=0.5)
-    placed = place(pt.Graph({"y": y}), Target((FAR,), {"v": other}))
+    placed = place(pt.Graph({"y": y}), Target((FAR,), {"v": other_memory}))
     session = Session()
     run = session.executor(placed)
     session.set({"w": np.full(3, 64.0), "v": np.full(3, 16.0)})
@@ -188,35 +188,37 @@ def test_sums_leave_for_other_ranks_when_the_graph_that_makes_them_has_run(
     monkeypatch.setattr(world, "_here", Two())
     w = [pt.weight(f"w{i}", (8,)) for i in range(3)]
     h = pt.input("x", (8,))
-    for one in w:
-        h = ops.mul(h, one)
+    for param in w:
+        h = ops.mul(h, param)
     session = Session()
     micro = session.executor(place(accumulating({"loss": ops.sum(h)}, w), Target.of(FAR)))
-    session.set({one.label: np.full(8, 2.0) for one in w})
+    session.set({param.label: np.full(8, 2.0) for param in w})
     shape = SimpleNamespace(share=None)
-    plans: Any = SimpleNamespace(leaves={one.label: one for one in w}, trained=[], shape=shape)
+    plans: Any = SimpleNamespace(
+        leaves={param.label: param for param in w}, trained=[], shape=shape
+    )
     exchanged = gradient_sums.Exchanged(session, plans, micro)
     for start in range(4):
         sent.clear()
         exchanged.begin()
-        given = {"x": np.arange(start, start + 8, dtype=np.float32), "fresh": np.ones(())}
-        micro(given, stop=exchanged.leaving())
+        inputs = {"x": np.arange(start, start + 8, dtype=np.float32), "fresh": np.ones(())}
+        micro(inputs, stop=exchanged.leaving())
         for _, leaves in exchanged.buckets[exchanged.sent :]:
             here().send([session.array(leaf) for leaf in leaves])
         assert len(sent) == 3
         for array in sent:
-            assert array.tolist() == (4 * given["x"]).tolist()
+            assert array.tolist() == (4 * inputs["x"]).tolist()
     assert cuda.replays == 3
 
 
 def test_which_calls_need_the_host() -> None:
     x, ids = pt.input("x", (4, 8)), pt.input("ids", (2,), pt.i32)
     pos = pt.input("pos", (2, 4), pt.i32)
-    found = {}
+    is_independent = {}
     for t in (ops.silu(x), ops.get_rows(x, ids), ops.rope_table(pos, dims=8, base=1e4)):
         assert t.call is not None
-        found[t.call.op.name] = measured(t.call.op, t.call.inputs, t.call.attrs).alone
-    assert found == {"silu": True, "get_rows": False, "rope_table": True}
+        is_independent[t.call.op.name] = measured(t.call.op, t.call.inputs, t.call.attrs).alone
+    assert is_independent == {"silu": True, "get_rows": False, "rope_table": True}
 
 
 def test_a_plan_bound_anew_is_recorded_anew(cuda: Cuda) -> None:
@@ -224,10 +226,10 @@ def test_a_plan_bound_anew_is_recorded_anew(cuda: Cuda) -> None:
     session = Session()
     y = chain(pt.input("ids", (2,), pt.i32), pt.input("x", (4, 3)))
     run = session.executor(place(pt.Graph({"y": y}), Target.of(FAR)))
-    given = {"ids": np.array([0, 1], np.int32), "x": np.ones((4, 3), np.float32)}
-    first = [run(given)["y"] for _ in range(3)]
+    inputs = {"ids": np.array([0, 1], np.int32), "x": np.ones((4, 3), np.float32)}
+    first = [run(inputs)["y"] for _ in range(3)]
     big = pt.Graph({"z": ops.scale(pt.input("x", (1000, 300)), by=2.0)})
     session.executor(place(big, Target.of(FAR)))
-    again = [run(given)["y"] for _ in range(3)]
-    assert all(np.array_equal(one, first[0]) for one in (*first, *again))
+    second = [run(inputs)["y"] for _ in range(3)]
+    assert all(np.array_equal(output, first[0]) for output in (*first, *second))
     assert len(cuda.graphs) == 1 + 4

@@ -77,14 +77,14 @@ def made(data: Path, model: Path, tmp_path: Path, **more: Any) -> Dataset:
 
 def texts(samples: Samples, model: Path) -> list[str]:
     """The samples, with [[…]] around what is learnt."""
-    tokenizer, found = Tokenizer(GGUF(model).metadata), []
+    tokenizer, marked_texts = Tokenizer(GGUF(model).metadata), []
     for ids, weights in (samples[i] for i in range(len(samples))):
         text = "".join(
             f"[[{tokenizer.piece(id).decode()}]]" if weight else tokenizer.piece(id).decode()
             for id, weight in zip(ids.tolist(), weights.tolist(), strict=True)
         )
-        found.append(text.replace("]][[", ""))
-    return found
+        marked_texts.append(text.replace("]][[", ""))
+    return marked_texts
 
 
 # ---- forms
@@ -125,10 +125,10 @@ def texts(samples: Samples, model: Path) -> list[str]:
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz"])
 def test_forms(tmp_path: Path, record: dict[str, Any], messages: list[Any], form: str, name: str):
-    found, note = read(one(tmp_path, [record, record], name))
-    assert [conversation.messages for conversation in found] == [messages] * 2
+    records, note = read(one(tmp_path, [record, record], name))
+    assert [conversation.messages for conversation in records] == [messages] * 2
     assert note == f"{name}: 2 records of {form}"
-    assert found[0].where == f"{tmp_path / name}: line {1 if 'jsonl' in name else 2}"
+    assert records[0].where == f"{tmp_path / name}: line {1 if 'jsonl' in name else 2}"
 
 
 def test_tools(tmp_path: Path):
@@ -157,11 +157,11 @@ def test_tools(tmp_path: Path):
     )
     (c,), _ = read(one(tmp_path, [{"messages": openai}]))
     assert c.messages == b.messages
-    given = {"name": "add", "description": "", "parameters": {"type": "object"}}
-    assert a.tools == [{"type": "function", "function": given}]
+    expected_function = {"name": "add", "description": "", "parameters": {"type": "object"}}
+    assert a.tools == [{"type": "function", "function": expected_function}]
     assert list(a.tools[0]["function"]) == ["name", "description", "parameters"]
-    wanted = {"id": "call00001", "type": "function", "function": call}
-    assert a.messages[1] == {"role": "assistant", "content": "", "tool_calls": [wanted]}
+    expected_call = {"id": "call00001", "type": "function", "function": call}
+    assert a.messages[1] == {"role": "assistant", "content": "", "tool_calls": [expected_call]}
     assert a.messages[2] == {"role": "tool", "content": "2", "tool_call_id": "call00001"}
 
 
@@ -320,8 +320,8 @@ def test_bad_arrays(tmp_path: Path, content: str, said: str):
 
 def test_a_damaged_gzip(tmp_path: Path):
     path = one(tmp_path, [{"text": "a" * 1000}], "a.jsonl.gz")
-    whole = path.read_bytes()
-    for damaged in (whole[:-10], b"no gzip", whole[:15] + b"\0\0\0\0" + whole[19:]):
+    content = path.read_bytes()
+    for damaged in (content[:-10], b"no gzip", content[:15] + b"\0\0\0\0" + content[19:]):
         path.write_bytes(damaged)
         with pytest.raises(InputError, match=r"a\.jsonl\.gz is damaged, or no gzip file"):
             read(path)
@@ -343,12 +343,12 @@ def test_conversations_become_samples(tmp_path: Path, model: Path):
 
 def test_options(tmp_path: Path, model: Path):
     data = one(tmp_path, [{"messages": [*PAIR, TURN, PAIR[1]]}])
-    for name, how, wanted in (
+    for name, options, expected in (
         ("all", {"everything": True}, "[[<s> user: why\nassistant: so</s> \nuser: a\nassistant: so</s> \n]]"),
         ("last", {"last_only": True}, "<s> user: why\nassistant: so</s> \nuser: a\nassistant:[[ so</s>]] \n"),
     ):  # fmt: skip
         (tmp_path / name).mkdir()
-        assert texts(made(data, model, tmp_path / name, **how).train, model) == [wanted]
+        assert texts(made(data, model, tmp_path / name, **options).train, model) == [expected]
 
 
 @pytest.mark.parametrize("key", LOSS)
@@ -356,10 +356,10 @@ def test_options(tmp_path: Path, model: Path):
 def test_a_turn_that_is_not_trained_on_is_context(
     tmp_path: Path, model: Path, key: str, values: Any
 ):
-    context, learnt = ({**PAIR[1], key: value} for value in values)
+    context_turn, trained_turn = ({**PAIR[1], key: value} for value in values)
     records = [
-        {"messages": [PAIR[0], context, TURN, learnt]},
-        {"messages": [PAIR[0], learnt, TURN, context]},
+        {"messages": [PAIR[0], context_turn, TURN, trained_turn]},
+        {"messages": [PAIR[0], trained_turn, TURN, context_turn]},
     ]
     dataset = made(one(tmp_path, records), model, tmp_path)
     assert texts(dataset.train, model) == [
@@ -373,10 +373,10 @@ def test_a_turn_that_is_not_trained_on_is_context(
 def test_a_model_without_a_template(tmp_path: Path, model: Path):
     """It learns to stop at a token that it has; the same template must then go into its file."""
     values = {k: v for k, v in GGUF(model).values.items() if k != "tokenizer.chat_template"}
-    bare = tmp_path / "bare.gguf"
-    gguf.write(bare, values, {})
-    dataset = made(one(tmp_path, [{"messages": PAIR}]), bare, tmp_path)
-    assert texts(dataset.train, bare) == [
+    bare_model = tmp_path / "bare.gguf"
+    gguf.write(bare_model, values, {})
+    dataset = made(one(tmp_path, [{"messages": PAIR}]), bare_model, tmp_path)
+    assert texts(dataset.train, bare_model) == [
         "<s> <|im_start|>user\nwhy</s> \n<|im_start|>assistant\n[[so</s>]] \n"
     ]
     (note,) = dataset.notes[1:]
@@ -385,8 +385,8 @@ def test_a_model_without_a_template(tmp_path: Path, model: Path):
     )
     assert dataset.template is not None and "<|im_end|>" not in dataset.template
     assert "eos_token" in dataset.template
-    own = choose_template(GGUF(model).metadata, TEMPLATE)
-    assert (own.source, own.why) == (TEMPLATE, "")
+    template = choose_template(GGUF(model).metadata, TEMPLATE)
+    assert (template.source, template.why) == (TEMPLATE, "")
 
 
 def without_bos(model: Path, path: Path) -> Path:
@@ -412,8 +412,8 @@ def test_texts_are_split(tmp_path: Path, model: Path, bos: bool):
         parts = [samples[i][0].tolist() for i in range(len(samples))]
         assert [len(part) for part in parts[:-1]] == [8] * (len(parts) - 1)
         assert parts[0] + [id for part in parts[1:] for id in part[1:]] == ids
-        firsts = [tokenizer.bos if bos else part[-1] for part in parts[:-1]]
-        assert [part[0] for part in parts[1:]] == firsts and len(parts) > 3
+        first_ids = [tokenizer.bos if bos else part[-1] for part in parts[:-1]]
+        assert [part[0] for part in parts[1:]] == first_ids and len(parts) > 3
         assert samples.targets == len(ids) - 1
 
 
@@ -425,26 +425,28 @@ LONG = {"messages": [PAIR[0], {"role": "assistant", "content": "one two three fo
 )
 def test_long_conversations(tmp_path: Path, model: Path, truncate: str, said: str):
     data = one(tmp_path, [LONG, {"messages": PAIR}])
-    whole = made(data, model, tmp_path, truncate=truncate, length=1000).train[0]
+    full_sample = made(data, model, tmp_path, truncate=truncate, length=1000).train[0]
     (tmp_path / truncate).mkdir()
     dataset = made(data, model, tmp_path / truncate, truncate=truncate, length=20)
     assert dataset.notes[1] == f"conversations longer than 20 tokens, {said}: 1"
     samples = [dataset.train[i] for i in range(len(dataset.train) - 1)]
     assert all(len(ids) <= 21 for ids, _ in samples)
     if truncate == "end":
-        assert [ids.tolist() for ids, _ in samples] == [whole[0][:21].tolist()]
+        assert [ids.tolist() for ids, _ in samples] == [full_sample[0][:21].tolist()]
     elif truncate == "drop":
         assert samples == []
     else:
         for i in (0, 1):
-            first, *others = (sample[i].tolist() for sample in samples)
-            assert first + [v for other in others for v in other[1:]] == whole[i].tolist()
+            first, *remaining = (sample[i].tolist() for sample in samples)
+            assert first + [v for piece in remaining for v in piece[1:]] == full_sample[i].tolist()
         assert {int(ids[0]) for ids, _ in samples} == {Tokenizer(GGUF(model).metadata).bos}
 
 
 def test_nothing_to_learn(tmp_path: Path, model: Path):
-    asked = {"messages": [{"role": "user", "content": "one two three four five " * 5}, PAIR[1]]}
-    dataset = made(one(tmp_path, [asked, {"messages": PAIR}]), model, tmp_path, length=20)
+    long_record = {
+        "messages": [{"role": "user", "content": "one two three four five " * 5}, PAIR[1]]
+    }
+    dataset = made(one(tmp_path, [long_record, {"messages": PAIR}]), model, tmp_path, length=20)
     assert len(dataset.train) == 1
     assert "samples left out because they have no tokens to train on: 1" in dataset.notes
     (tmp_path / "all").mkdir()
@@ -452,7 +454,7 @@ def test_nothing_to_learn(tmp_path: Path, model: Path):
         InputError,
         match=r"leaves no tokens to train on for training \(data\.jsonl: 1 rec.*samples left out",
     ):
-        made(one(tmp_path, [asked]), model, tmp_path / "all", length=20)
+        made(one(tmp_path, [long_record]), model, tmp_path / "all", length=20)
 
 
 def test_words_that_spell_control_tokens(tmp_path: Path, model: Path):
@@ -473,8 +475,10 @@ def test_validation(tmp_path: Path, model: Path):
     assert texts(dataset.valid, model) == ["[[<s> 5</s>]]", "[[<s> 10</s>]]"]
     assert len(dataset.train) == 8
     (tmp_path / "few").mkdir()
-    few = made(one(tmp_path, [{"text": "1"}], "one.jsonl"), model, tmp_path / "few", val_split=0.2)
-    assert few.valid is None and few.notes[-1].endswith(
+    small_dataset = made(
+        one(tmp_path, [{"text": "1"}], "one.jsonl"), model, tmp_path / "few", val_split=0.2
+    )
+    assert small_dataset.valid is None and small_dataset.notes[-1].endswith(
         "--val-split 0.2 of 1 record is less than one"
     )
 
@@ -500,34 +504,36 @@ def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr("packtrain.data.conversations.samples_cache.make", never)
-        again = prepare(recipe, cache, lambda sentence: None)
-    assert again.fingerprint == first.fingerprint and again.notes == first.notes
-    assert not again.train.ids.flags.owndata and not again.train.ids.flags.writeable
+        second = prepare(recipe, cache, lambda sentence: None)
+    assert second.fingerprint == first.fingerprint and second.notes == first.notes
+    assert not second.train.ids.flags.owndata and not second.train.ids.flags.writeable
     (weights,) = cache.glob("*/train.weights.npy")
     weights.write_bytes(weights.read_bytes()[:-1])  # damaged ones are made anew
     assert prepare(recipe, cache, lambda sentence: None).train.targets == first.train.targets
     moved = Recipe(data.rename(tmp_path / "other.jsonl"), model, 100)
-    found = prepare(moved, cache, lambda sentence: None)
-    assert found.notes == ("other.jsonl: 1 record of messages", *first.notes[1:])
-    assert found.fingerprint == first.fingerprint
+    renamed = prepare(moved, cache, lambda sentence: None)
+    assert renamed.notes == ("other.jsonl: 1 record of messages", *first.notes[1:])
+    assert renamed.fingerprint == first.fingerprint
 
 
 def test_what_a_fingerprint_depends_on(tmp_path: Path, model: Path):
     data, cache = one(tmp_path, [{"messages": PAIR}]), tmp_path / "cache"
 
     def name(**more: Any) -> str:
-        given = {"data": data, "model": model, "length": 100} | more
-        return prepare(Recipe(**given), cache, lambda sentence: None).fingerprint
+        options = {"data": data, "model": model, "length": 100} | more
+        return prepare(Recipe(**options), cache, lambda sentence: None).fingerprint
 
-    other = tmp_path / "other.gguf"
+    other_model = tmp_path / "other.gguf"
     values = dict(GGUF(model).values)
-    gguf.write(other, values | {"tokenizer.chat_template": Value("string", TEMPLATE + " ")}, {})
+    gguf.write(
+        other_model, values | {"tokenizer.chat_template": Value("string", TEMPLATE + " ")}, {}
+    )
     names = [
         name(),
         name(length=50),
         name(everything=True),
         name(last_only=True),
-        name(model=other),
+        name(model=other_model),
     ]
     data.write_text(data.read_text() + "\n" + data.read_text())
     assert len({*names, name()}) == 6
@@ -546,10 +552,12 @@ def test_errors_of_the_child(tmp_path: Path, model: Path):
     with pytest.raises(InputError, match=r"data\.jsonl: line 1 is not JSON"):
         prepare(Recipe(one(tmp_path, "{"), model, 100), tmp_path / "cache", lambda sentence: None)
     assert list((tmp_path / "cache").iterdir()) == []
-    bare = tmp_path / "bare.gguf"
-    gguf.write(bare, {"general.name": Value("string", "a")}, {})
+    bare_model = tmp_path / "bare.gguf"
+    gguf.write(bare_model, {"general.name": Value("string", "a")}, {})
     with pytest.raises(InputError, match=r"bare\.gguf: the metadata has no tokenizer\.ggml\.model"):
-        prepare(Recipe(one(tmp_path, "{}"), bare, 100), tmp_path / "cache", lambda sentence: None)
+        prepare(
+            Recipe(one(tmp_path, "{}"), bare_model, 100), tmp_path / "cache", lambda sentence: None
+        )
 
 
 # ---- the command
@@ -588,8 +596,9 @@ def test_the_command(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )  # fmt: skip
 def test_real_files(name: str, said: str):
-    found, note = read(SHARED / "chat" / name)
+    conversations, note = read(SHARED / "chat" / name)
     assert note == said
     assert all(
-        isinstance(one, Conversation) and one.messages[-1]["role"] == "assistant" for one in found
+        isinstance(conversation, Conversation) and conversation.messages[-1]["role"] == "assistant"
+        for conversation in conversations
     )

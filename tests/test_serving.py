@@ -45,16 +45,16 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("slots")
-    how = {
+    options = {
         "ctx": 512,
         "chat_template": "chatml",
         "seed": 1,
         "slot_save_path": folder,
         "metrics": True,
     }
-    made = load(Serve(model, **how), Events())
-    yield made
-    made.engine.close(0)
+    loaded = load(Serve(model, **options), Events())
+    yield loaded
+    loaded.engine.close(0)
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,14 @@ def told(server: Server, jobs: list[Job]) -> list[tuple[list[int], End]]:
     """The tokens and the end of each job, all written together."""
 
     async def run() -> list[tuple[list[int], End]]:
-        ids, ends = [list[int]() for _ in jobs], dict[int, End]()
-        async for found in server.told(jobs):
-            for number, one in found:
-                if isinstance(one, Part):
-                    ids[number] += [token.id for token in one.tokens]
+        ids, job_ends = [list[int]() for _ in jobs], dict[int, End]()
+        async for updates in server.told(jobs):
+            for number, update in updates:
+                if isinstance(update, Part):
+                    ids[number] += [token.id for token in update.tokens]
                 else:
-                    ends[number] = one
-        return [(ids[n], ends[n]) for n in range(len(jobs))]
+                    job_ends[number] = update
+        return [(ids[n], job_ends[n]) for n in range(len(jobs))]
 
     return asyncio.run(run())
 
@@ -95,13 +95,13 @@ def told(server: Server, jobs: list[Job]) -> list[tuple[list[int], End]]:
 def test_answers_are_those_of_generate_alone_and_with_neighbours(server, model, how):
     """Nine at once: more than there are slots."""
     prompts = [[1, *range(40 + n, 40 + 3 * n + 5)] for n in range(9)]
-    want = [alone(model, prompt, 12, **how) for prompt in prompts]
+    expected = [alone(model, prompt, 12, **how) for prompt in prompts]
     jobs = [Job(tuple(prompt), Sampling(**how), 5, 12) for prompt in prompts]
-    for job, ids in zip(jobs, want, strict=True):
+    for job, ids in zip(jobs, expected, strict=True):
         (got, end) = told(server, [job])[0]
         assert got == ids or end.reason == "end"
         assert [*got] == ids[: len(got)]
-    for (got, end), ids in zip(told(server, jobs), want, strict=True):
+    for (got, end), ids in zip(told(server, jobs), expected, strict=True):
         assert [*got] == ids[: len(got)] and (end.reason == "end" or len(got) == 12)
 
 
@@ -116,24 +116,24 @@ def test_a_full_context_pauses_the_last_and_loses_no_token(server, model):
 
 def test_a_prompt_that_is_being_read_is_read_once(server):
     prompt = (1, *(30 + n % 90 for n in range(150)))
-    found = told(server, [Job(prompt, Sampling(temp=1), n, 4) for n in range(4)])
-    cached = sorted(end.counts.cached for _, end in found)
+    results = told(server, [Job(prompt, Sampling(temp=1), n, 4) for n in range(4)])
+    cached = sorted(end.counts.cached for _, end in results)
     assert cached == [0, 150, 150, 150]
 
 
 def test_who_goes_away_frees_the_slot(server):
-    seen, ended = threading.Event(), threading.Event()
-    ends = list[Told]()
+    seen, finished = threading.Event(), threading.Event()
+    updates = list[Told]()
 
     def tell(one: Told) -> None:
-        (seen if isinstance(one, Part) else ended).set()
-        ends.append(one)
+        (seen if isinstance(one, Part) else finished).set()
+        updates.append(one)
 
     ticket = server.engine.submit(Job((1, 40, 41), Sampling(temp=1), 3, 400, endless=True), tell)
     assert seen.wait(30)
     ticket.cancel()
-    assert ended.wait(30)
-    assert isinstance(ends[-1], End) and ends[-1].reason == CANCELLED
+    assert finished.wait(30)
+    assert isinstance(updates[-1], End) and updates[-1].reason == CANCELLED
     assert not any(slot.writing for slot in server.engine.slots)
 
 
@@ -150,62 +150,68 @@ CHAT = {"messages": [{"role": "user", "content": "the a"}], "max_tokens": 8, "te
 
 
 def test_a_chat_whole_and_streamed_is_the_same(client):
-    whole = client.post("/v1/chat/completions", json=CHAT).json()
-    assert whole["object"] == "chat.completion" and whole["usage"]["completion_tokens"] <= 8
-    asked = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
-    first, *parts, last, counts, done = events(client.post("/v1/chat/completions", json=asked).text)
+    full_reply = client.post("/v1/chat/completions", json=CHAT).json()
+    assert (
+        full_reply["object"] == "chat.completion" and full_reply["usage"]["completion_tokens"] <= 8
+    )
+    body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+    first, *parts, last, counts, done = events(client.post("/v1/chat/completions", json=body).text)
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": None}
     text = "".join(part["choices"][0]["delta"]["content"] for part in parts)
-    assert text == whole["choices"][0]["message"]["content"]
+    assert text == full_reply["choices"][0]["message"]["content"]
     assert last["choices"][0]["delta"] == {} and done == "[DONE]"
-    assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert last["choices"][0]["finish_reason"] == full_reply["choices"][0]["finish_reason"]
     assert (
         counts["choices"] == []
-        and counts["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        and counts["usage"]["completion_tokens"] == full_reply["usage"]["completion_tokens"]
     )
     assert {part["id"] for part in (first, *parts, last, counts)} == {first["id"]}
 
 
 def test_completions_have_probabilities_that_add_up(client, server):
     size = server.tokenizer.vocab_size
-    asked = {"prompt": "the", "n_predict": 3, "n_probs": size, "temperature": 0}
-    found = client.post("/completion", json=asked).json()
-    assert found["stop"] is True and found["stop_type"] in ("limit", "eos")
-    for token in found["completion_probabilities"]:
-        total = sum(2.718281828459045 ** one["logprob"] for one in token["top_logprobs"])
+    body = {"prompt": "the", "n_predict": 3, "n_probs": size, "temperature": 0}
+    reply = client.post("/completion", json=body).json()
+    assert reply["stop"] is True and reply["stop_type"] in ("limit", "eos")
+    for token in reply["completion_probabilities"]:
+        total = sum(
+            2.718281828459045 ** candidate["logprob"] for candidate in token["top_logprobs"]
+        )
         assert total == pytest.approx(1, abs=1e-6)
         assert token["logprob"] == token["top_logprobs"][0]["logprob"]
 
 
 def test_sequence_breakers_are_texts(client):
     breakers = {"dry_multiplier": 1.0, "dry_sequence_breakers": ["a", ";"]}
-    found = client.post("/completion", json={"prompt": "the", "n_predict": 1, **breakers}).json()
-    assert found["generation_settings"]["dry_sequence_breakers"] == ["a", ";"]
+    reply = client.post("/completion", json={"prompt": "the", "n_predict": 1, **breakers}).json()
+    assert reply["generation_settings"]["dry_sequence_breakers"] == ["a", ";"]
 
 
 def test_several_prompts_and_answers_come_in_order(client):
-    asked = {"prompt": ["the", "a"], "max_tokens": 4, "n": 2, "temperature": 0}
-    choices = client.post("/v1/completions", json=asked).json()["choices"]
+    body = {"prompt": ["the", "a"], "max_tokens": 4, "n": 2, "temperature": 0}
+    choices = client.post("/v1/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert choices[0]["text"] == choices[1]["text"] and choices[2]["text"] == choices[3]["text"]
     pair = client.post("/completion", json={"prompt": [[1, 40], "a"], "n_predict": 2}).json()
-    assert len(pair) == 2 and [one["index"] for one in pair] == [0, 1]
+    assert len(pair) == 2 and [reply["index"] for reply in pair] == [0, 1]
 
 
 def test_tokens_and_templates(client):
     ids = client.post("/tokenize", json={"content": "the a", "add_special": True}).json()["tokens"]
     assert client.post("/detokenize", json={"tokens": ids}).json()["content"] == "the a"
     pieces = client.post("/tokenize", json={"content": "é", "with_pieces": True}).json()["tokens"]
-    assert any(isinstance(one["piece"], list) for one in pieces)
+    assert any(isinstance(piece["piece"], list) for piece in pieces)
     prompt = client.post("/apply-template", json=CHAT).json()["prompt"]
     assert prompt == "<|im_start|>user\nthe a<|im_end|>\n<|im_start|>assistant\n"
-    begun = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": "I am"}]}
-    assert client.post("/apply-template", json=begun).json()["prompt"] == f"{prompt}I am"
+    partial_chat = CHAT | {
+        "messages": [*CHAT["messages"], {"role": "assistant", "content": "I am"}]
+    }
+    assert client.post("/apply-template", json=partial_chat).json()["prompt"] == f"{prompt}I am"
 
 
 def test_a_slot_is_saved_restored_and_erased(client, server):
-    asked = {"prompt": [1, *range(40, 60)], "n_predict": 4, "id_slot": 1, "temperature": 0}
-    first = client.post("/completion", json=asked).json()
+    body = {"prompt": [1, *range(40, 60)], "n_predict": 4, "id_slot": 1, "temperature": 0}
+    first = client.post("/completion", json=body).json()
     assert first["id_slot"] == 1
     saved = client.post("/slots/1?action=save", json={"filename": "one.bin"}).json()
     assert (
@@ -215,11 +221,11 @@ def test_a_slot_is_saved_restored_and_erased(client, server):
         client.post("/slots/2?action=restore", json={"filename": "one.bin"}).json()["n_restored"]
         == 24
     )
-    again = client.post("/completion", json=asked | {"id_slot": 2}).json()
-    assert again["content"] == first["content"] and again["timings"]["cache_n"] == 20
+    second = client.post("/completion", json=body | {"id_slot": 2}).json()
+    assert second["content"] == first["content"] and second["timings"]["cache_n"] == 20
     assert client.post("/slots/2?action=erase", json={}).json()["n_erased"] > 20
     assert (
-        client.post("/completion", json=asked | {"id_slot": 2, "cache_prompt": False}).json()[
+        client.post("/completion", json=body | {"id_slot": 2, "cache_prompt": False}).json()[
             "timings"
         ]["cache_n"]
         == 0
@@ -320,54 +326,58 @@ def test_requests_choose_the_scales_of_adapters(model, tmp_path):
     (tmp_path / "tuned.run").mkdir()
     adapter = random_adapter(tmp_path / "tuned.run/adapter.gguf", file)
     tuned = adapted(file, read_scaled([f"{adapter}:0.5"], file.gguf))
-    want = {0.0: alone(file, [1, 40, 41], 10, temp=0), 0.5: alone(tuned, [1, 40, 41], 10, temp=0)}
-    assert want[0.0] != want[0.5]
-    made = load(Serve(model, ctx=256, lora=(f"{adapter}:0.5",), chat_template="chatml"), Events())
+    expected = {
+        0.0: alone(file, [1, 40, 41], 10, temp=0),
+        0.5: alone(tuned, [1, 40, 41], 10, temp=0),
+    }
+    assert expected[0.0] != expected[0.5]
+    server = load(Serve(model, ctx=256, lora=(f"{adapter}:0.5",), chat_template="chatml"), Events())
     try:
-        jobs = [Job((1, 40, 41), Sampling(temp=0), 1, 10, adapters=(by,)) for by in (0.0, 0.5, 0.0)]
-        for (got, _), job in zip(told(made, jobs), jobs, strict=True):
-            assert got == want[job.adapters[0]][: len(got)] and got
-        with TestClient(app(made)) as client:
+        jobs = [
+            Job((1, 40, 41), Sampling(temp=0), 1, 10, adapters=(scale,))
+            for scale in (0.0, 0.5, 0.0)
+        ]
+        for (got, _), job in zip(told(server, jobs), jobs, strict=True):
+            assert got == expected[job.adapters[0]][: len(got)] and got
+        with TestClient(app(server)) as client:
             listed = client.get("/lora-adapters").json()
             sha256 = hashlib.sha256(Path(adapter).read_bytes()).hexdigest()[:16]
             identity = {"run": "tuned", "sha256": sha256}
             assert listed == [{"id": 0, "path": "adapter.gguf", "scale": 0.5} | identity]
             assert client.get("/props").json()["model_hash"] == fingerprint(file)
-            asked = {
+            body = {
                 "prompt": [1, 40, 41],
                 "n_predict": 10,
                 "temperature": 0,
                 "return_tokens": True,
             }
-            assert client.post("/completion", json=asked).json()["tokens"] == want[0.5]
-            without = asked | {"lora": [{"id": 0, "scale": 0.0}]}
-            assert client.post("/completion", json=without).json()["tokens"] == want[0.0]
+            assert client.post("/completion", json=body).json()["tokens"] == expected[0.5]
+            unscaled_body = body | {"lora": [{"id": 0, "scale": 0.0}]}
+            assert client.post("/completion", json=unscaled_body).json()["tokens"] == expected[0.0]
             assert client.post("/lora-adapters", json=[{"id": 0, "scale": 0}]).json() == {
                 "success": True
             }
-            assert client.post("/completion", json=asked).json()["tokens"] == want[0.0]
+            assert client.post("/completion", json=body).json()["tokens"] == expected[0.0]
     finally:
-        made.engine.close(0)
+        server.engine.close(0)
 
 
 def test_embeddings_are_those_of_embed(model):
-    made = load(Serve(model, ctx=256, embeddings=True, chat_template="chatml"), Events())
+    server = load(Serve(model, ctx=256, embeddings=True, chat_template="chatml"), Events())
     try:
-        with TestClient(app(made)) as client:
-            asked = {"input": ["the a", "a"]}
-            found = client.post("/v1/embeddings", json=asked).json()
-            want = embed(Embed(model, prompt=("the a", "a")), Events()).vectors
-            got = [one["embedding"] for one in found["data"]]
-            np.testing.assert_allclose(got, want, atol=1e-6)
-            packed = client.post(
-                "/v1/embeddings", json=asked | {"encoding_format": "base64"}
-            ).json()
+        with TestClient(app(server)) as client:
+            body = {"input": ["the a", "a"]}
+            reply = client.post("/v1/embeddings", json=body).json()
+            expected = embed(Embed(model, prompt=("the a", "a")), Events()).vectors
+            got = [item["embedding"] for item in reply["data"]]
+            np.testing.assert_allclose(got, expected, atol=1e-6)
+            packed = client.post("/v1/embeddings", json=body | {"encoding_format": "base64"}).json()
             raw = base64.b64decode(packed["data"][1]["embedding"])
             np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), np.float32(got[1]))
             native = client.post("/embedding", json={"content": "a"}).json()
-            np.testing.assert_allclose(native[0]["embedding"][0], want[1], atol=1e-6)
+            np.testing.assert_allclose(native[0]["embedding"][0], expected[1], atol=1e-6)
     finally:
-        made.engine.close(0)
+        server.engine.close(0)
 
 
 def test_memory_is_planned_before_it_listens(model):
@@ -375,6 +385,6 @@ def test_memory_is_planned_before_it_listens(model):
     memory = f"{(private_nbytes() >> 20) + 300}MiB"
     with pytest.raises(DoesNotFit, match="the largest that fits is") as error:
         load(Serve(model, ctx=1 << 20, memory=memory, chat_template="chatml"), Events())
-    most = int(str(error.value).split(" is ")[1].replace(",", ""))
-    made = load(Serve(model, ctx=most, memory=memory, chat_template="chatml"), Events())
-    made.engine.close(0)
+    max_ctx = int(str(error.value).split(" is ")[1].replace(",", ""))
+    server = load(Serve(model, ctx=max_ctx, memory=memory, chat_template="chatml"), Events())
+    server.engine.close(0)

@@ -54,8 +54,10 @@ class Hostile(Served):
             self.peak = max(self.peak, private_nbytes_of(self.process.pid))
 
     def good(self) -> str:
-        asked = BODY | {"max_tokens": 12, "n_predict": 12, "lora": [{"id": 0, "scale": 1}]}
-        status, _, body = self.ask(Ask("POST", "/v1/chat/completions", json.dumps(asked).encode()))
+        request = BODY | {"max_tokens": 12, "n_predict": 12, "lora": [{"id": 0, "scale": 1}]}
+        status, _, body = self.ask(
+            Ask("POST", "/v1/chat/completions", json.dumps(request).encode())
+        )
         assert status == 200, body
         text: str = json.loads(body)["choices"][0]["message"]["content"]
         return text
@@ -82,9 +84,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
     "chatml"]  # fmt: skip
     flags += ["--slot-save-path", str(folder / "slots"), "--lora", str(folder / "a.gguf")]
     with serve(folder / "m.gguf", *flags) as served:
-        made = Hostile(served, folder)
-        yield made
-        made.done.set()
+        hostile_server = Hostile(served, folder)
+        yield hostile_server
+        hostile_server.done.set()
 
 
 @pytest.fixture
@@ -153,17 +155,17 @@ def test_what_takes_long_or_much_is_refused_or_bounded(server: Hostile) -> None:
 def raw(server: Served, *pieces: bytes, pause: float = 0.0) -> bytes:
     """What the server answers to these bytes, until it closes the connection or says nothing for a while."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
-        found = b""
+        received = b""
         try:
             for piece in pieces:
                 sock.sendall(piece)
                 time.sleep(pause)
             sock.settimeout(0.5)
             while piece := sock.recv(1 << 16):
-                found += piece
+                received += piece
         except (ConnectionError, TimeoutError):
             pass
-        return found
+        return received
 
 
 def head(length: int | str, *more: str, path: str = "/completion", version: str = "1.1") -> bytes:
@@ -201,12 +203,12 @@ RAW: tuple[tuple[bytes, ...], ...] = (
 
 def test_bytes_that_are_no_proper_request(server: Hostile) -> None:
     """A refusal, or nothing; and headers cut anywhere, with a byte changed, or no sense at all do no harm either."""
-    rng, whole = random.Random(2), head(len(GOOD)) + GOOD
+    rng, full_request = random.Random(2), head(len(GOOD)) + GOOD
     asks = list[tuple[bytes, ...]](RAW)
     for _ in range(30):
-        at = rng.randrange(len(whole))
-        changed = whole[:at] + rng.randbytes(1) + whole[at + 1 :]
-        asks += [(rng.randbytes(rng.randrange(1, 3000)),), (whole[:at],), (changed,)]
+        at = rng.randrange(len(full_request))
+        changed = full_request[:at] + rng.randbytes(1) + full_request[at + 1 :]
+        asks += [(rng.randbytes(rng.randrange(1, 3000)),), (full_request[:at],), (changed,)]
     with ThreadPoolExecutor(16) as pool:
         answers = [*pool.map(lambda pieces: raw(server, *pieces), asks)]
     statuses = Counter(answer[9:12].decode() for answer in answers)
@@ -216,11 +218,13 @@ def test_bytes_that_are_no_proper_request(server: Hostile) -> None:
 
 
 def test_old_and_pipelined_requests(server: Hostile) -> None:
-    whole = head(len(GOOD)) + GOOD
-    old = raw(server, head(len(GOOD), version="1.0"), GOOD)
-    assert old.startswith(b"HTTP/1.1 200") and b'"content"' in old
-    several = raw(server, whole + whole + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-    assert several.count(b"HTTP/1.1 200") == 3 and several.endswith(b'{"status":"ok"}')
+    full_request = head(len(GOOD)) + GOOD
+    old_reply = raw(server, head(len(GOOD), version="1.0"), GOOD)
+    assert old_reply.startswith(b"HTTP/1.1 200") and b'"content"' in old_reply
+    pipelined = raw(
+        server, full_request + full_request + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    )
+    assert pipelined.count(b"HTTP/1.1 200") == 3 and pipelined.endswith(b'{"status":"ok"}')
 
 
 # ---- connections
@@ -242,8 +246,8 @@ def test_who_goes_away_or_reads_slowly_holds_no_slot(server: Hostile) -> None:
             if number % 3:
                 sock.recv(rng.randrange(1, 4000))
             if number % 4 == 0:  # closed with a reset
-                linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                linger_option = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_option)
     slow = [streaming(server, 200) for _ in range(8)]
     for _ in range(5):
         for sock in slow:
@@ -254,11 +258,11 @@ def test_who_goes_away_or_reads_slowly_holds_no_slot(server: Hostile) -> None:
 
 
 def test_idle_connections_keep_nobody_out(server: Hostile) -> None:
-    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(200)]
-    for sock in idle[:100]:
+    sockets = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(200)]
+    for sock in sockets[:100]:
         sock.sendall(head(999)[:60])
     assert server.good() == server.before
-    for sock in idle:
+    for sock in sockets:
         sock.close()
 
 
@@ -273,12 +277,14 @@ def test_slots_are_files_of_the_folder_only(server: Hostile) -> None:
     os.mkfifo(slots / "pipe")
     asks = [Ask("POST", "/slots/0?action=save", b'{"filename": "good"}')]
     each(server, asks)
-    whole = (slots / "good").read_bytes()
+    content = (slots / "good").read_bytes()
     rng = random.Random(4)
     for number in range(12):
-        at = rng.randrange(len(whole))
+        at = rng.randrange(len(content))
         changed = (
-            whole[:at] if number % 2 else whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+            content[:at]
+            if number % 2
+            else content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
         )
         (slots / f"damaged{number}").write_bytes(changed)
     names = (
@@ -297,8 +303,8 @@ def test_slots_are_files_of_the_folder_only(server: Hostile) -> None:
     )
     links = "link", "dangling", "folder", "pipe"
     damaged = [path.name for path in slots.iterdir() if path.name.startswith(("damaged", "empty"))]
-    asked = [(action, name) for action in ("save", "restore") for name in (*names, *links)]
-    for action, name in [*asked, *(("restore", name) for name in (*damaged, "none"))]:
+    pairs = [(action, name) for action in ("save", "restore") for name in (*names, *links)]
+    for action, name in [*pairs, *(("restore", name) for name in (*damaged, "none"))]:
         ask = Ask("POST", f"/slots/0?action={action}", json.dumps({"filename": name}).encode())
         status, kind, body = server.ask(ask)
         assert status == 400, (ask, status, body)
@@ -311,12 +317,12 @@ def impatient(
     started: Hostile, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[int]:
     """The port of a server that waits for clients not as long, and keeps not as much for them."""
-    made = load(Serve(started.folder / "m.gguf", ctx=256, chat_template="chatml"), Events())
-    made.limits = Limits(patience=0.5)
+    server = load(Serve(started.folder / "m.gguf", ctx=256, chat_template="chatml"), Events())
+    server.limits = Limits(patience=0.5)
     for name, value in request.param.items():
         monkeypatch.setattr(http_listener, name, value)
     sock = http_listener.bound("127.0.0.1", 0)
-    running = http_listener.listener(app(made), made.engine, print)
+    running = http_listener.listener(app(server), server.engine, print)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
     port: int = sock.getsockname()[1]
     thread.start()
@@ -331,7 +337,7 @@ def test_who_sends_too_slowly_is_cut(impatient: int) -> None:
     def connected() -> socket.socket:
         return socket.create_connection(("127.0.0.1", impatient), timeout=20)
 
-    with connected() as idle, connected() as half, connected() as slow:
+    with connected() as silent, connected() as half, connected() as slow:
         half.sendall(head(999) + b"{")
         with pytest.raises(ConnectionError):
             for byte in head(len(GOOD)) * 100:
@@ -339,24 +345,24 @@ def test_who_sends_too_slowly_is_cut(impatient: int) -> None:
                 time.sleep(0.05)
         assert half.recv(1 << 16).startswith(b"HTTP/1.1 408")
         with suppress(ConnectionError):
-            assert idle.recv(1) == b""
+            assert silent.recv(1) == b""
 
 
 @pytest.mark.parametrize("impatient", [{"IDLE": 0.5}, {"UNSENT": 1 << 16}], indirect=True)
 def test_who_takes_no_answers_is_cut(impatient: int) -> None:
     body = json.dumps({"content": "a " * 100_000}).encode()
-    taken = b""
-    with socket.create_connection(("127.0.0.1", impatient), timeout=20) as deaf:
+    received = b""
+    with socket.create_connection(("127.0.0.1", impatient), timeout=20) as client:
         asking = threading.Thread(
-            target=flood, args=(deaf, head(len(body), path="/tokenize") + body)
+            target=flood, args=(client, head(len(body), path="/tokenize") + body)
         )
         asking.start()
         asking.join(20)  # it ends when the connection does
         assert not asking.is_alive()
         with suppress(ConnectionError):
-            while piece := deaf.recv(1 << 20):
-                taken += piece
-    assert 0 < taken.count(b"HTTP/1.1 200") < ASKED
+            while piece := client.recv(1 << 20):
+                received += piece
+    assert 0 < received.count(b"HTTP/1.1 200") < ASKED
 
 
 def flood(sock: socket.socket, text: bytes) -> None:

@@ -92,17 +92,19 @@ def written(renderer: Renderer, count: int, words: str = "") -> str:
         for i, name in enumerate(NAMES[:count])
     ]  # fmt: skip
     answer = {"role": "assistant", "content": words, "tool_calls": calls}
-    made = renderer.render(Conversation("", [{"role": "user", "content": "a"}, answer], TOOLS))[-1]
-    return renderer.without_end(made.text[slice(*made.spans[-1])])
+    rendered = renderer.render(Conversation("", [{"role": "user", "content": "a"}, answer], TOOLS))[
+        -1
+    ]
+    return renderer.without_end(rendered.text[slice(*rendered.spans[-1])])
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama-3", "mistral", "gemma-4", *BODIES])
 def test_what_a_template_writes_is_read_back(name: str):
     renderer = renderer_of(name)
     style = style_of(renderer, "")
-    several = style.again or style.listed
-    assert several or name == "llama-3"
-    for count in (1, 2) if several else (1,):
+    allows_many = style.again or style.listed
+    assert allows_many or name == "llama-3"
+    for count in (1, 2) if allows_many else (1,):
         text = written(renderer, count)
         assert style.parse(text, NAMES) == ("" if "think" not in text else style.parse(text, NAMES)[0], [
             (tool, ARGUMENTS) for tool in NAMES[:count]
@@ -119,8 +121,8 @@ def test_calls_with_a_text_between_and_none_around():
     assert style.parse(written(renderer, 2), NAMES) == ("", calls)
     assert style.parse(f"Let me see.>>>{written(renderer, 2)}", NAMES) == ("Let me see.", calls)
     assert style.parse(f"Let me see.{written(renderer, 2)}", NAMES) == ("Let me see.", calls)
-    unread = f"The weather\nis {written(renderer, 1)}"
-    assert style.parse(unread, NAMES) == (unread, [])
+    plain_text = f"The weather\nis {written(renderer, 1)}"
+    assert style.parse(plain_text, NAMES) == (plain_text, [])
 
 
 def test_a_line_before_words_is_no_part_of_them():
@@ -138,22 +140,22 @@ def test_a_line_before_words_is_no_part_of_them():
     assert style.parse("all\nNo.", NAMES) == ("No.", [])
     assert style.parse(text, NAMES) == ("", [("weather", {"days": 3})])
     for parts in (["al", "l\nNo", "."], ["all\n", "No."], ["all\nNo."], ["No", "."]):
-        told = object.__new__(Chats)
-        told._leading, told._texts, told._shown = style.head, [""], [Pieces(())]
-        assert "".join(told._next(0, part) for part in parts) + told._shown[0].rest() == "No."
+        stream = object.__new__(Chats)
+        stream._leading, stream._texts, stream._shown = style.head, [""], [Pieces(())]
+        assert "".join(stream._next(0, part) for part in parts) + stream._shown[0].rest() == "No."
 
 
 def streamed(style: Style, text: str, cuts: Iterable[int]) -> tuple[str, int]:
     """The words that a client gets of an answer in parts, and how many calls."""
-    told = object.__new__(Chats)
+    stream = object.__new__(Chats)
     functions = tuple({"name": name, "parameters": {}} for name in NAMES)
-    told._tools = Tools(functions, "auto", True, style)
-    told._leading, told._texts, told._thoughts = style.head, [""], None
-    told._shown, told._asked = [Pieces(told._tools.awaited)], SimpleNamespace(counted=True)
-    told._delta = lambda number, delta, *more: delta
-    told._more = lambda *given: {}
-    shown = [told._next(0, text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
-    events = told.end(0, SimpleNamespace(reason="eos"))
+    stream._tools = Tools(functions, "auto", True, style)
+    stream._leading, stream._texts, stream._thoughts = style.head, [""], None
+    stream._shown, stream._asked = [Pieces(stream._tools.awaited)], SimpleNamespace(counted=True)
+    stream._delta = lambda number, delta, *more: delta
+    stream._more = lambda *given: {}
+    shown = [stream._next(0, text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
+    events = stream.end(0, SimpleNamespace(reason="eos"))
     shown += [event["content"] for event in events if "content" in event]
     return "".join(shown), sum("tool_calls" in event for event in events)
 
@@ -167,9 +169,9 @@ def test_words_are_the_same_in_one_piece_and_in_parts(words: str, calls: int):
     head = HEAD.replace("{{ m.content }}", "{% if m.content %}all\n{% endif %}{{ m.content }}")
     style = style_of(Renderer(ChatTemplate(head + EACH + body + TAIL), ["<|end|>"]), "")
     text = ">>>".join([f"all\n{words}", *['weather\n{"days": 3}'] * calls])
-    whole = style.parse(text, NAMES)
+    expected = style.parse(text, NAMES)
     for cuts in ([], range(1, len(text)), range(2, len(text), 5), range(3, len(text), 7)):
-        assert streamed(style, text, cuts) == (whole[0], len(whole[1]))
+        assert streamed(style, text, cuts) == (expected[0], len(expected[1]))
 
 
 @pytest.mark.parametrize(("name", "id"), [("call", "call_12"), ("a", "call00001"), ("way", 7)])
@@ -204,8 +206,8 @@ def test_a_template_that_writes_ids_only_is_given_names_in_them():
         {"role": "assistant", "content": "", "tool_calls": [called]},
     ]
     turns += [{"role": "tool", "content": "far", "tool_call_id": "functions.way:7"}]
-    other = {"id": "call00001", "function": {"name": "weather", "arguments": {}}}
-    turns += [{"role": "assistant", "content": "", "tool_calls": [other]}]
+    second_call = {"id": "call00001", "function": {"name": "weather", "arguments": {}}}
+    turns += [{"role": "assistant", "content": "", "tool_calls": [second_call]}]
     turns += [{"role": "tool", "content": "sun", "tool_call_id": "call00001"}]
     text = renderer.prompt(Conversation("", turns))
     assert "<c>functions.way:7<a>" in text and "of functions.way:7: far" in text
@@ -228,19 +230,23 @@ def test_styles():
     assert replace(style_of(renderer_of("llama-3"), ""), keys=()) == LLAMA
     assert style_of(renderer_of("kimi"), "").middle == f":{COUNT}<a>"
     assert style_of(renderer_of("solar"), "").opening == f"<c>{ID}<n>"
-    found = style_of(renderer_of("cohere"), "")
-    assert (found.name, found.arguments, found.listed) == ("tool_name", "parameters", True)
+    cohere_style = style_of(renderer_of("cohere"), "")
+    assert (cohere_style.name, cohere_style.arguments, cohere_style.listed) == (
+        "tool_name",
+        "parameters",
+        True,
+    )
     assert style_of(renderer_of("chatml"), "") == HERMES  # it has no place for tools
-    plain = (
+    source = (
         HEAD
         + "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    untold = Renderer(ChatTemplate(plain), ["<|end|>"])
-    assert style_of(untold, '<tool_call> "parameters"') == HERMES
-    assert style_of(untold, 'tools "parameters"') == LLAMA
-    assert style_of(untold, "<|tool_call|> [") == GRANITE
-    assert style_of(untold, "'List of tools: ['") == LFM2
-    kimi = style_of(untold, "<|tool_calls_section_begin|>{{ call.id }}")
+    renderer = Renderer(ChatTemplate(source), ["<|end|>"])
+    assert style_of(renderer, '<tool_call> "parameters"') == HERMES
+    assert style_of(renderer, 'tools "parameters"') == LLAMA
+    assert style_of(renderer, "<|tool_call|> [") == GRANITE
+    assert style_of(renderer, "'List of tools: ['") == LFM2
+    kimi = style_of(renderer, "<|tool_calls_section_begin|>{{ call.id }}")
     calls = (f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
              for i, name in enumerate(NAMES))  # fmt: skip
     text = f"So.<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
@@ -252,9 +258,9 @@ def test_styles():
 def test_examples_of_calls():
     """What a model is told whose template has no place for tools."""
     assert HERMES.example() == '<tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>'
-    found = style_of(renderer_of("glm"), "").example()
+    example = style_of(renderer_of("glm"), "").example()
     assert (
-        found
+        example
         == "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>"
     )
     assert LFM2.example() == "<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>"
@@ -274,7 +280,7 @@ def test_words_before_calls_and_cut_calls(name: str):
     assert style.parse("I look.", NAMES) == ("I look.", [])
     cut = text[: text.index("New") + 3]
     assert style.parse(cut, NAMES) == (cut, [])
-    (begins,) = {text.find(one) for one in style.beginnings(NAMES)}
+    (begins,) = {text.find(beginning) for beginning in style.beginnings(NAMES)}
     assert begins == text.index(style.opening.split(ID)[0].strip())
 
 
@@ -285,10 +291,10 @@ def test_kinds_of_values_and_values_of_python():
     text = written(renderer_of("deepseek 3.2"), 1).replace("New York", "7")
     assert style.parse(text, NAMES) == ("", [("weather", {"city": "7", "days": 3})])
     style = style_of(renderer_of("lfm2"), "")
-    for given, value in (("{'a': [None, True]}", {"a": [None, True]}), ('{"a": null}', {"a": None}), ("-1.5", -1.5),
+    for literal, value in (("{'a': [None, True]}", {"a": [None, True]}), ('{"a": null}', {"a": None}), ("-1.5", -1.5),
                          ("False", False), ('"it\'s"', "it's"), ("'it's, x'", "it's, x"),
                          ("[1, (2)]", [1, 2])):  # fmt: skip
-        text = f"So <begin>[way(a={given}, b='c'), way()]<end>"
+        text = f"So <begin>[way(a={literal}, b='c'), way()]<end>"
         assert style.parse(text, NAMES) == ("So", [("way", {"a": value, "b": "c"}), ("way", {})])
     for cut in ("way(a=", "way(a='b", "way(a=[1", "way(a=x)"):
         assert style.parse(f"<begin>[{cut}", NAMES)[1] == []
@@ -305,8 +311,8 @@ def test_a_notation_with_bare_keys():
         '<|"|>',
     )
     text = 'call:way{a:[1, -2.5,true],b:{c:<|"|>x, {"y"}: <|"|>},d:null,e:{},f:[]}'
-    way = {"a": [1, -2.5, True], "b": {"c": 'x, {"y"}: '}, "d": None, "e": {}, "f": []}
-    assert style.parse(f"So <|tool_call>{text}<tool_call|>", NAMES) == ("So", [("way", way)])
+    expected = {"a": [1, -2.5, True], "b": {"c": 'x, {"y"}: '}, "d": None, "e": {}, "f": []}
+    assert style.parse(f"So <|tool_call>{text}<tool_call|>", NAMES) == ("So", [("way", expected)])
     for cut in (text[:-1], text[:20], "call:way{a:}"):
         assert style.parse(f"<|tool_call>{cut}<tool_call|>", NAMES)[1] == []
 
@@ -315,10 +321,10 @@ def test_white_space_may_differ():
     text = 'So:\n<tool_call>{"name": "way","arguments":{}}</tool_call>\n'
     text += ' <tool_call>\n\n{"name":"way", "arguments":{"a":[1]}}'
     assert HERMES.parse(text, NAMES) == ("So:", [("way", {}), ("way", {"a": [1]})])
-    apart = Style("<f=", "</f><f=", "</f>", middle="", pair=("<p=", ">", "</p>"))
+    style = Style("<f=", "</f><f=", "</f>", middle="", pair=("<p=", ">", "</p>"))
     text = "<f=way>".replace(">", "") + ' <p=n> 3 </p> <p=t>"x"</p>\n</f>'
-    assert apart.parse(text, NAMES) == ("", [("way", {"n": 3, "t": '"x"'})])
-    assert apart.parse("<f=way</f>", NAMES) == ("", [("way", {})])
+    assert style.parse(text, NAMES) == ("", [("way", {"n": 3, "t": '"x"'})])
+    assert style.parse("<f=way</f>", NAMES) == ("", [("way", {})])
 
 
 @pytest.mark.grammar

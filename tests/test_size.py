@@ -29,8 +29,8 @@ def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]
 
 def check(limit: int, counts: dict[str, int]) -> None:
     """Fail with everything that is longer than the limit, the longest first."""
-    too_long = sorted(((n, what) for what, n in counts.items() if n > limit), reverse=True)
-    said = [f"{what}: {n} lines" for n, what in too_long]
+    too_long = sorted(((n, label) for label, n in counts.items() if n > limit), reverse=True)
+    said = [f"{label}: {n} lines" for n, label in too_long]
     assert not said, "\n".join([f"longer than {limit} lines:", *said])
 
 
@@ -69,9 +69,9 @@ def rooms() -> Counter[str]:
 
 
 def test_op_rooms():
-    found = rooms()
-    assert {"matmul", "attention", "rms_norm"} <= set(found)
-    check(ROOM, found)
+    op_rooms = rooms()
+    assert {"matmul", "attention", "rms_norm"} <= set(op_rooms)
+    check(ROOM, op_rooms)
 
 
 def test_the_core_and_the_whole():

@@ -34,12 +34,12 @@ def table(path: Path, rows: list[Any], encoding: str = "utf-8", **how: Any) -> P
 
 def conversations(path: Path, skip_bad: bool = False) -> tuple[list[tuple[str, str]], list[str]]:
     reader = Reader(Source(path), skip_bad=skip_bad)
-    found = []
+    pairs = []
     for record in reader:
         assert isinstance(record, Conversation)
-        asked, answered = record.messages
-        found.append((asked["content"], answered["content"]))
-    return found, reader.notes
+        question, answer = record.messages
+        pairs.append((question["content"], answer["content"]))
+    return pairs, reader.notes
 
 
 # ---- tables
@@ -61,8 +61,8 @@ def test_tables(
 ):
     monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
     path = table(tmp_path / name, [("prompt", "completion"), *PAIRS], **how)
-    found, notes = conversations(path)
-    assert found == PAIRS and notes == [f"{name}: 3 records of prompt/completion"]
+    records, notes = conversations(path)
+    assert records == PAIRS and notes == [f"{name}: 3 records of prompt/completion"]
     packed = tmp_path / f"b{name}.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert conversations(packed)[0] == PAIRS
@@ -93,8 +93,8 @@ def test_headers(tmp_path: Path, header: str, row: str, form: str | None):
         with pytest.raises(InputError, match=r"row 2 has 2 cells where the header has 3 columns"):
             conversations(path)
         return
-    found, notes = conversations(path)
-    assert found == [("why", "so")] and notes[0].startswith(f"a.csv: 1 record of {form}")
+    records, notes = conversations(path)
+    assert records == [("why", "so")] and notes[0].startswith(f"a.csv: 1 record of {form}")
 
 
 def test_columns_without_use_are_listed(tmp_path: Path):
@@ -178,11 +178,11 @@ def test_long_cells(tmp_path: Path):
     path = table(tmp_path / "a.csv", [("prompt", "completion"), ("why", "so\n" * 3_300_000)])
     ((_, answered),), _ = conversations(path)
     assert len(answered) == 9_900_000
-    never = one(tmp_path, 'text\nb\n"' + "word\n" * 3_500_000, "never.csv")
+    unclosed = one(tmp_path, 'text\nb\n"' + "word\n" * 3_500_000, "never.csv")
     with pytest.raises(
         InputError, match=r"line 3: a cell has more than 16,777,216 characters; a q"
     ):
-        list(Reader(Source(never)))
+        list(Reader(Source(unclosed)))
 
 
 def test_memory_of_a_large_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -300,8 +300,8 @@ def bad_lines() -> str:
 def test_bad_records_are_left_out(tmp_path: Path, model: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(bad_lines().encode("latin-1"))
-    found, notes = conversations(path, skip_bad=True)
-    assert len(found) == 15
+    records, notes = conversations(path, skip_bad=True)
+    assert len(records) == 15
     assert notes == [
         "a.jsonl: 15 records of prompt/completion",
         "a.jsonl: 6 bad records skipped; the first 5:",
@@ -376,20 +376,20 @@ def test_train_points_to_finetune(tmp_path: Path, vocab: Path, record: dict[str,
 
 
 def test_an_assistant_that_speaks_first(tmp_path: Path):
-    begun = [{"from": "gpt", "value": "hello"}]
+    greeting = [{"from": "gpt", "value": "hello"}]
     turns = [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]
-    records = [{"conversations": begun + turns}, {"conversations": turns}]
-    found, notes = conversations(one(tmp_path, records))
-    assert found == [("why", "so")] * 2
+    records = [{"conversations": greeting + turns}, {"conversations": turns}]
+    pairs, notes = conversations(one(tmp_path, records))
+    assert pairs == [("why", "so")] * 2
     assert notes[1] == "data.jsonl: 1 conversation started with the assistant; that turn is dropped"
     system = {"from": "system", "value": "be"}
     (tmp_path / "b").mkdir()
-    reader = Reader(Source(one(tmp_path / "b", [{"conversations": [system, *begun, *turns]}])))
+    reader = Reader(Source(one(tmp_path / "b", [{"conversations": [system, *greeting, *turns]}])))
     (record,) = reader
     assert isinstance(record, Conversation)
     assert [message["role"] for message in record.messages] == ["system", "user", "assistant"]
     with pytest.raises(InputError, match=r"line 1 has no answer of the assistant"):
-        list(Reader(Source(one(tmp_path, [{"conversations": begun}]))))
+        list(Reader(Source(one(tmp_path, [{"conversations": greeting}]))))
 
 
 # ---- folders
@@ -412,8 +412,8 @@ def test_what_a_folder_has_beside_its_data(tmp_path: Path, model: Path):
     assert dataset.notes[0] == f"{data}: not read: more/, notes.md"
     (data / "notes.md").unlink()
     (data / "more").rmdir()
-    again = prepare(Recipe(data, model, 100), tmp_path / "cache", lambda line: None)
-    assert again.notes == dataset.notes[1:] and again.fingerprint == dataset.fingerprint
+    second = prepare(Recipe(data, model, 100), tmp_path / "cache", lambda line: None)
+    assert second.notes == dataset.notes[1:] and second.fingerprint == dataset.fingerprint
     assert left_out(data / "b.txt", find_sources(data / "b.txt")) == ()
 
 
@@ -450,8 +450,10 @@ def test_data_shows_all_of_it(tmp_path: Path, model: Path, capsys: pytest.Captur
 def test_options_that_change_samples_change_the_fingerprint(tmp_path: Path, model: Path):
     data = one(tmp_path, "prompt,completion\nwhy,so", "a.csv")
     prints = {
-        prepare(Recipe(data, model, 100, **more), tmp_path / "cache", lambda line: None).fingerprint
-        for more in (
+        prepare(
+            Recipe(data, model, 100, **options), tmp_path / "cache", lambda line: None
+        ).fingerprint
+        for options in (
             {},
             {"skip_bad": True},
             {"template": "{% for m in messages %}{{ m.content }}</s>{% endfor %}"},

@@ -31,8 +31,8 @@ def texts(seed: int, count: int, most: int = 40) -> list[str]:
 
 def words_of(words: Words, text: str) -> list[str]:
     raw = text.encode()
-    ends, count = words.split(np.frombuffer(raw, np.uint8), np.array([len(raw)], np.int32))
-    bounds = [0, *ends[:count].tolist()]
+    end_offsets, count = words.split(np.frombuffer(raw, np.uint8), np.array([len(raw)], np.int32))
+    bounds = [0, *end_offsets[:count].tolist()]
     return [raw[a:b].decode() for a, b in pairwise(bounds)]
 
 
@@ -70,14 +70,14 @@ def test_patterns_as_python_matches_them():
         draw = random.Random(2)
         for _ in range(300):
             text = "".join(draw.choices(alphabet, k=12))
-            at, wanted = 0, []
-            for found in re.finditer(pattern, text):
-                wanted += [
-                    part for part in (text[at : found.start()], found[0]) if part and found[0]
+            at, expected = 0, []
+            for match in re.finditer(pattern, text):
+                expected += [
+                    part for part in (text[at : match.start()], match[0]) if part and match[0]
                 ]
-                at = found.end() if found[0] else at
-            wanted += [text[at:]] * (at < len(text))
-            assert words_of(words, text) == wanted, (pattern, text)
+                at = match.end() if match[0] else at
+            expected += [text[at:]] * (at < len(text))
+            assert words_of(words, text) == expected, (pattern, text)
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)", "a{", "[a", "a)"])
@@ -101,13 +101,13 @@ def test_ids_of_every_rule(rule: str, special: bool):
 def test_merges_in_any_order():
     draw = random.Random(4)
     for _ in range(40):
-        made = {"".join(draw.choices("abc", k=draw.randint(2, 4))) for _ in range(12)}
-        merges = [f"{word[:i]} {word[i:]}" for word in sorted(made) for i in range(1, len(word))]
+        vocab = {"".join(draw.choices("abc", k=draw.randint(2, 4))) for _ in range(12)}
+        merges = [f"{word[:i]} {word[i:]}" for word in sorted(vocab) for i in range(1, len(word))]
         draw.shuffle(merges)
-        given = test_tokenizer_bpe.metadata(";".join(dict.fromkeys(merges)))
-        lost = given["tokenizer.ggml.tokens"].index(merges[0].replace(" ", "").encode())
-        given["tokenizer.ggml.tokens"][lost] = b"\xff"  # what a merge makes may be no token
-        slow, fast = both(given)
+        metadata = test_tokenizer_bpe.metadata(";".join(dict.fromkeys(merges)))
+        lost = metadata["tokenizer.ggml.tokens"].index(merges[0].replace(" ", "").encode())
+        metadata["tokenizer.ggml.tokens"][lost] = b"\xff"  # what a merge makes may be no token
+        slow, fast = both(metadata)
         for _ in range(30):
             text = "".join(draw.choices("abc", k=draw.randint(1, 60)))
             assert fast.encode(text) == slow.encode(text), (merges, text)
@@ -122,14 +122,18 @@ def test_merges_in_any_order():
 @pytest.mark.parametrize("bytes_known", [False, True])
 def test_ids_of_scores(more: dict[str, Any], words: dict[str, Any], bytes_known: bool):
     entries = test_tokenizer.SPECIAL | test_tokenizer.NORMAL | test_tokenizer.MINE | words
-    given = test_tokenizer.metadata(entries | (test_tokenizer.BYTES if bytes_known else {}), **more)
+    tokenizer_metadata = test_tokenizer.metadata(
+        entries | (test_tokenizer.BYTES if bytes_known else {}), **more
+    )
     if "scores" in more:
-        given["tokenizer.ggml.scores"] = np.zeros(len(given["tokenizer.ggml.tokens"]), np.float32)
-    slow, fast = both(given)
+        tokenizer_metadata["tokenizer.ggml.scores"] = np.zeros(
+            len(tokenizer_metadata["tokenizer.ggml.tokens"]), np.float32
+        )
+    slow, fast = both(tokenizer_metadata)
     for special in (False, True):
         for text in texts(5, 200):
-            wanted = slow.encode(text, special=special)
-            assert fast.encode(text, special=special) == wanted, repr(text)
+            expected = slow.encode(text, special=special)
+            assert fast.encode(text, special=special) == expected, repr(text)
 
 
 def test_a_space_without_a_token_is_spelled_in_bytes():
@@ -139,12 +143,16 @@ def test_a_space_without_a_token_is_spelled_in_bytes():
 
 
 def test_a_character_without_a_token():
-    given = test_tokenizer.metadata({"\u2581": (0.0, 1), "a": (0.0, 1)}, add_bos_token=False)
-    given["tokenizer.ggml.unknown_token_id"] = 0
-    slow, fast = both(given)
+    full_metadata = test_tokenizer.metadata(
+        {"\u2581": (0.0, 1), "a": (0.0, 1)}, add_bos_token=False
+    )
+    full_metadata["tokenizer.ggml.unknown_token_id"] = 0
+    slow, fast = both(full_metadata)
     assert fast.encode("a\u00e9a") == slow.encode("a\u00e9a")
-    few = test_tokenizer.metadata({"a": (0.0, 1)}, add_bos_token=False, add_space_prefix=False)
-    tokenizer = Tokenizer(few, few=0)
+    small_metadata = test_tokenizer.metadata(
+        {"a": (0.0, 1)}, add_bos_token=False, add_space_prefix=False
+    )
+    tokenizer = Tokenizer(small_metadata, few=0)
     tokenizer._encoding.table.unk = None
     with pytest.raises(TokenizerError, match="unknown_token_id must name one"):
         tokenizer.encode("ab")
@@ -163,26 +171,28 @@ def test_more_words_than_are_kept_and_longer_ones():
 
 
 def test_the_switch_changes_no_ids():
-    given, text = test_tokenizer_bpe.metadata(), "".join(texts(7, 300))
-    whole = Tokenizer(given, few=1 << 60).encode(text)
-    switching = Tokenizer(given, few=len(text) // 2)
+    tokenizer_metadata, text = test_tokenizer_bpe.metadata(), "".join(texts(7, 300))
+    expected = Tokenizer(tokenizer_metadata, few=1 << 60).encode(text)
+    switching = Tokenizer(tokenizer_metadata, few=len(text) // 2)
     pieces = switching.encode_pieces(text[i : i + 50] for i in range(0, len(text), 50))
-    parts = Tokenizer(given, few=1 << 60).encode_pieces([text])
+    parts = Tokenizer(tokenizer_metadata, few=1 << 60).encode_pieces([text])
     assert [id for part in pieces for id in part] == [id for part in parts for id in part]
-    assert switching.encode(text) == whole and switching._lane is not None
+    assert switching.encode(text) == expected and switching._lane is not None
 
 
 @pytest.mark.parametrize("kind", ["scores", "merges"])
 @pytest.mark.parametrize("few", [0, 3000, 1 << 60])
 def test_many_texts_on_threads(kind: str, few: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batch_encoding, "BATCH", 500)
-    given = test_tokenizer.metadata(test_tokenizer.TINY)
-    given = (
-        given if kind == "scores" else test_tokenizer_bpe.metadata(pre="llama-bpe", bos_token_id=0)
+    tokenizer_metadata = test_tokenizer.metadata(test_tokenizer.TINY)
+    tokenizer_metadata = (
+        tokenizer_metadata
+        if kind == "scores"
+        else test_tokenizer_bpe.metadata(pre="llama-bpe", bos_token_id=0)
     )
     documents = texts(8, 300)
-    slow = Tokenizer(given, few=1 << 60)
-    wanted = [slow.encode(text, bos=False, special=False) for text in documents]
+    slow = Tokenizer(tokenizer_metadata, few=1 << 60)
+    expected = [slow.encode(text, bos=False, special=False) for text in documents]
     for threads in (1, 2, 4):
         for size in (7, 50, 10**6):
             pieces = (
@@ -190,11 +200,13 @@ def test_many_texts_on_threads(kind: str, few: int, monkeypatch: pytest.MonkeyPa
                 for text in documents
                 for i in range(0, max(len(text), 1), size)
             )
-            found: list[list[int]] = [[]]
-            for ids, ends in encode_all(Tokenizer(given, few=few), pieces, threads):
-                found[-1] += ids.tolist()
-                found += [[]] * ends
-            assert found[:-1] == wanted and found[-1] == []
+            results: list[list[int]] = [[]]
+            for ids, num_ended in encode_all(
+                Tokenizer(tokenizer_metadata, few=few), pieces, threads
+            ):
+                results[-1] += ids.tolist()
+                results += [[]] * num_ended
+            assert results[:-1] == expected and results[-1] == []
 
 
 def test_an_error_while_texts_are_read_ends_the_threads():

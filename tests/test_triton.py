@@ -17,9 +17,9 @@ WITHIN = ["cast", "get_rows_back"]  # whose kernels of PyTorch call some in Trit
 
 def child(what: str, *names: str) -> list[str]:
     """What it says of each op."""
-    given = {**os.environ, "TRITON_INTERPRET": str(int(what == "values"))}
+    env = {**os.environ, "TRITON_INTERPRET": str(int(what == "values"))}
     command = [sys.executable, "-m", "tests.triton_child", what, *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=given)
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
 
@@ -27,8 +27,8 @@ def child(what: str, *names: str) -> list[str]:
 @pytest.mark.parametrize("names", [LONG, [*FUSED, *WITHIN]], ids=["long", "others"])
 def test_values_are_the_specification(names: list[str]) -> None:
     """Of many ops in one child: it takes seconds to begin."""
-    asked = [name for name in names if names is LONG or name not in LONG]
-    assert child("values", *asked) == [f"{name} as specified" for name in asked]
+    op_names = [name for name in names if names is LONG or name not in LONG]
+    assert child("values", *op_names) == [f"{name} as specified" for name in op_names]
 
 
 def test_all_are_compiled_for_an_h100() -> None:

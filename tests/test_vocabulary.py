@@ -52,8 +52,8 @@ def test_ids_are_those_of_sentencepiece(text: str, monkeypatch: pytest.MonkeyPat
 
 def test_the_metadata(trained: dict[str, Value]):
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in trained.items()}
-    plain = {key: value.value for key, value in values.items() if np.ndim(value.value) == 0}
-    assert plain == {
+    scalars = {key: value.value for key, value in values.items() if np.ndim(value.value) == 0}
+    assert scalars == {
         "model": "llama", "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
         "add_bos_token": True, "add_eos_token": False, "add_space_prefix": True,
     }  # fmt: skip
@@ -69,9 +69,9 @@ def test_the_metadata(trained: dict[str, Value]):
 def test_training_again_gives_the_same_and_says_nothing(
     trained: dict[str, Value], capfd: pytest.CaptureFixture[str]
 ):
-    again = train_vocabulary([VARIED], 512, False, len(VARIED.encode()))
-    assert again.keys() == trained.keys()
-    assert all(np.array_equal(again[key].value, trained[key].value) for key in trained)
+    retrained = train_vocabulary([VARIED], 512, False, len(VARIED.encode()))
+    assert retrained.keys() == trained.keys()
+    assert all(np.array_equal(retrained[key].value, trained[key].value) for key in trained)
     assert capfd.readouterr() == ("", "")
 
 
@@ -94,10 +94,10 @@ def test_a_text_too_small_for_a_size_names_the_largest_that_would_do():
     text = "some words, some more words"
     with pytest.raises(InputError, match=r"too small for 4000 tokens; at most \d+ would") as raised:
         train_vocabulary([text], 4000, False, len(text))
-    most = int(str(raised.value).split("at most ")[1].split()[0])
-    assert tokenizer_of(train_vocabulary([text], most, False, len(text))).vocab_size == most
-    with pytest.raises(InputError, match=f"at most {most} would do"):
-        train_vocabulary([text], most + 1, False, len(text))
+    max_size = int(str(raised.value).split("at most ")[1].split()[0])
+    assert tokenizer_of(train_vocabulary([text], max_size, False, len(text))).vocab_size == max_size
+    with pytest.raises(InputError, match=f"at most {max_size} would do"):
+        train_vocabulary([text], max_size + 1, False, len(text))
 
 
 def test_sizes_below_the_least():
@@ -125,8 +125,8 @@ def test_a_sample_is_spread_over_the_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vocabulary, "SAMPLED_NBYTES", 100_000)
     sample = list(vocabulary._sampled((chr(0x100 + i) * 10_000 for i in range(150)), 3_000_000))
     assert 70_000 <= sum(len(text.encode()) for text in sample) <= 100_000
-    taken = [ord(text[0]) - 0x100 for text in sample]
-    assert max(np.diff([0, *taken, 149])) <= 40
+    sampled = [ord(text[0]) - 0x100 for text in sample]
+    assert max(np.diff([0, *sampled, 149])) <= 40
     assert list(vocabulary._sampled(["abc", "d"], 4)) == ["abc", "d"]
 
 
@@ -136,9 +136,9 @@ def test_a_sample_is_spread_over_the_text(monkeypatch: pytest.MonkeyPatch):
 def test_the_vocabulary_of_a_file(tmp_path: Path, trained: dict[str, Value]):
     path = tmp_path / "model.gguf"
     gguf.write(path, {"general.name": Value("string", "x"), **trained}, {})
-    found = vocabulary_of(path)
-    assert found.keys() == trained.keys()
-    assert tokenizer_of(found).encode(FOX) == tokenizer_of(trained).encode(FOX)
+    loaded = vocabulary_of(path)
+    assert loaded.keys() == trained.keys()
+    assert tokenizer_of(loaded).encode(FOX) == tokenizer_of(trained).encode(FOX)
 
 
 def test_files_without_a_usable_vocabulary(tmp_path: Path):

@@ -56,13 +56,16 @@ def test_a_series_of_any_length_keeps_its_means_and_extremes() -> None:
         y = math.nan if k % 5 == 0 else float(k * 37 % 101)
         series.add({"x": k, "y": y, "low": y, "high": y, "n": 1.0}, k + 1)
         assert len(series) <= ROWS
-    first, found = series.since(0)
-    kept = [k * 37 % 101 for k in range(count) if k % 5]
-    assert first == 0 and series.width == 8 and sum(found["n"]) == count
-    assert found["x"][:3] == [7, 15, 23] and found["x"][-1] == count - 1
-    assert (min(found["low"]), max(found["high"])) == (min(kept), max(kept))
-    here = [k * 37 % 101 for k in range(8, 16) if k % 5]
-    assert found["y"][1] == pytest.approx(sum(here) / len(here), rel=1e-12)
+    first, series_columns = series.since(0)
+    expected = [k * 37 % 101 for k in range(count) if k % 5]
+    assert first == 0 and series.width == 8 and sum(series_columns["n"]) == count
+    assert series_columns["x"][:3] == [7, 15, 23] and series_columns["x"][-1] == count - 1
+    assert (min(series_columns["low"]), max(series_columns["high"])) == (
+        min(expected),
+        max(expected),
+    )
+    row_values = [k * 37 % 101 for k in range(8, 16) if k % 5]
+    assert series_columns["y"][1] == pytest.approx(sum(row_values) / len(row_values), rel=1e-12)
 
 
 def test_what_is_new_is_the_end_of_a_series_until_its_rows_are_joined() -> None:
@@ -72,8 +75,8 @@ def test_what_is_new_is_the_end_of_a_series_until_its_rows_are_joined() -> None:
     assert series.since(ROWS - 2) == (ROWS - 2, {"x": [ROWS - 2, ROWS - 1]})
     assert series.since(ROWS) == (ROWS, {"x": []})
     series.add({"x": ROWS}, ROWS + 1)
-    first, found = series.since(ROWS)
-    assert (first, len(found["x"])) == (0, ROWS // 2 + 1)
+    first, new_columns = series.since(ROWS)
+    assert (first, len(new_columns["x"])) == (0, ROWS // 2 + 1)
 
 
 # ---- reading runs ----------------------------------------------------------------------------------------------
@@ -159,9 +162,9 @@ def test_a_board_tells_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert data["runs"][0]["settings"] == {"lr": "0.1", "seed": "0"}
     with open(tmp_path / "a.run/metrics.jsonl", "a") as file:
         file.write(line(3))
-    more = board.data(data["version"], data["session"])["runs"][0]
-    assert more["train"]["from"] == 2 and more["train"]["columns"]["step"] == [3]
-    assert "settings" not in more and "samples" not in more
+    update = board.data(data["version"], data["session"])["runs"][0]
+    assert update["train"]["from"] == 2 and update["train"]["columns"]["step"] == [3]
+    assert "settings" not in update and "samples" not in update
     assert board.data(data["version"], "another")["runs"][0]["train"]["from"] == 0
     assert board.data(10**9, data["session"])["since"] == 0
 
@@ -184,9 +187,9 @@ def several(tmp_path: Path) -> Path:
     )
     made(tmp_path / "empty.run", "")
     made(tmp_path / "damaged.run", "nothing\n{{{\n" + line(1)[:9], ": [")
-    bare = tmp_path / "bare.run"
-    bare.mkdir()
-    (bare / "run.yaml").write_bytes(b"\xff\xfe")
+    bare_run = tmp_path / "bare.run"
+    bare_run.mkdir()
+    (bare_run / "run.yaml").write_bytes(b"\xff\xfe")
     (tmp_path / ".hidden.run").mkdir()
     (tmp_path / ".hidden.run/metrics.jsonl").write_text(line(1))
     return tmp_path
@@ -194,14 +197,14 @@ def several(tmp_path: Path) -> Path:
 
 def test_runs_are_compared_as_json(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(several), "--json"]) == 0
-    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert found.keys() == {"deep/one.run", "two.run", "empty.run", "damaged.run", "bare.run"}
-    one, two = found["deep/one.run"], found["two.run"]
-    assert (one["loss"], one["val_loss"], one["best_val_step"]) == (3.0, 3.25, 2)
-    assert (two["state"], two["best_loss"], two["peak_bytes"]) == ("done", 1.0, 8)
-    assert (two["tokens_per_second"], two["seconds"]) == (20.0, 2.0)
-    assert one["settings"] == {"lr": "0.1"} and two["settings"] == {"lr": "0.2"}
-    assert found["empty.run"]["loss"] is None and found["damaged.run"]["damaged"] == 2
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == {"deep/one.run", "two.run", "empty.run", "damaged.run", "bare.run"}
+    first, second = rows["deep/one.run"], rows["two.run"]
+    assert (first["loss"], first["val_loss"], first["best_val_step"]) == (3.0, 3.25, 2)
+    assert (second["state"], second["best_loss"], second["peak_bytes"]) == ("done", 1.0, 8)
+    assert (second["tokens_per_second"], second["seconds"]) == (20.0, 2.0)
+    assert first["settings"] == {"lr": "0.1"} and second["settings"] == {"lr": "0.2"}
+    assert rows["empty.run"]["loss"] is None and rows["damaged.run"]["damaged"] == 2
 
 
 def test_a_speed_counts_computed_tokens(tmp_path: Path) -> None:
@@ -252,10 +255,10 @@ def scripts(text: str) -> list[str]:
 
 
 def test_the_page_runs_only_its_own_script_and_names_no_other_place(several: Path) -> None:
-    still = several / "page.html"
-    assert main(["runs", str(several), "--html", str(still)]) == 0
+    static_page = several / "page.html"
+    assert main(["runs", str(several), "--html", str(static_page)]) == 0
     live, sent = live_page()
-    for text in (live, still.read_text()):
+    for text in (live, static_page.read_text()):
         outside = text.replace(scripts(text)[0], "")
         assert "<!--" not in text and "://" not in outside and "xmlns" not in outside
         assert not re.search(r"url\(|@import|\b(src|href|style|on\w+)=", outside)
@@ -268,10 +271,10 @@ def test_the_page_runs_only_its_own_script_and_names_no_other_place(several: Pat
         for kind, part in (("style", style), ("script", scripts(text)[1])):
             seal = base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
             assert f"{kind}-src 'sha256-{seal}'" in policy[1]
-    assert "connect-src 'self'" in sent and "connect-src" not in still.read_text()
-    data = json.loads(scripts(still.read_text())[0])
-    (one,) = (run for run in data["runs"] if run["name"] == "deep/one.run")
-    assert one["train"]["columns"]["loss"] == [4.0, 3.0]
+    assert "connect-src 'self'" in sent and "connect-src" not in static_page.read_text()
+    data = json.loads(scripts(static_page.read_text())[0])
+    (entry,) = (run for run in data["runs"] if run["name"] == "deep/one.run")
+    assert entry["train"]["columns"]["loss"] == [4.0, 3.0]
 
 
 def test_hostile_names_settings_and_samples_stay_text(tmp_path: Path) -> None:
@@ -299,9 +302,9 @@ class Watched:
         assert self.process.stderr is not None
         for text in self.process.stderr:
             self.said.append(text)
-            found = re.search(r"watch the run at http://127\.0\.0\.1:(\d+)/", text)
-            if found:
-                self.port = int(found[1])
+            match = re.search(r"watch the run at http://127\.0\.0\.1:(\d+)/", text)
+            if match:
+                self.port = int(match[1])
                 break
         else:
             raise AssertionError(self.said)
@@ -316,8 +319,8 @@ class Watched:
             return answer.status, answer.read()
 
     def data(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.get("/data")[1])
-        return found
+        payload: dict[str, Any] = json.loads(self.get("/data")[1])
+        return payload
 
     def until(self, step: int) -> dict[str, Any]:
         """The data once so many steps are done."""
@@ -356,15 +359,15 @@ def watching(text: Path, tmp_path: Path) -> Iterator[Any]:
         return running[-1]
 
     yield begin
-    for one in running:
-        one.process.kill()
-        one.ended()
+    for watched in running:
+        watched.process.kill()
+        watched.ended()
 
 
 def test_a_run_is_seen_while_it_goes_on_and_keeps_to_its_memory(watching: Any) -> None:
     """With clients that stall, go away, or ask for nonsense; their number is limited."""
-    more = ["--iters", "400", "--memory", "100MiB", "--steps-per-eval", "20"]
-    run = watching(*more, "--sample-every", "10", "--sample-prompt", "The")
+    args = ["--iters", "400", "--memory", "100MiB", "--steps-per-eval", "20"]
+    run = watching(*args, "--sample-every", "10", "--sample-prompt", "The")
     stalled = [socket.create_connection(("127.0.0.1", run.port)) for _ in range(8)]
     for client in stalled[:4]:
         client.sendall(b"GET /data HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)
@@ -420,8 +423,8 @@ def test_a_run_that_is_refused_ends_its_page(
     arguments = ["train", "--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY]
     assert main([*arguments, "--watch", "0", "--memory", "2MiB"]) == 3
     assert threading.active_count() == before
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         assert main([*arguments, "--watch", str(port)]) == 2
     error = capsys.readouterr().err
     assert f"--watch {port}: cannot listen there: " in error and "another port" in error
@@ -449,9 +452,9 @@ def test_the_memory_of_the_page_is_in_the_plan(
 ) -> None:
     """In a process of its own each, as the server is loaded only once."""
     totals = []
-    for more in ([], ["--watch", "0"]):
-        path = tmp_path / f"plan{len(more)}.json"
-        arguments = ["plan", "train", "--data", str(text), *TINY, "--json", str(path), *more]
+    for watch_args in ([], ["--watch", "0"]):
+        path = tmp_path / f"plan{len(watch_args)}.json"
+        arguments = ["plan", "train", "--data", str(text), *TINY, "--json", str(path), *watch_args]
         subprocess.run(
             [sys.executable, "-m", "packtrain", *arguments], check=True, capture_output=True
         )

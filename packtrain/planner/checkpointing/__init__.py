@@ -1,6 +1,6 @@
 """Activation checkpointing: what to keep of the forward pass, for least extra time within a number of bytes."""
 
-from packtrain.planner.checkpointing.chain_solver import Chain, Found, spacing
+from packtrain.planner.checkpointing.chain import Chain, Found, spacing
 from packtrain.planner.checkpointing.recompute_choice import (
     ALIGNMENT,
     ALWAYS,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from packtrain.planner.checkpointing.recompute_solver import ChainSolver, Rows, Solved, Trace, Way
+from packtrain.planner.checkpointing.chain_solver import ChainSolver, Rows, Solved, Trace, Way
 
 WORKS = 12  # amounts of work that are tried
 

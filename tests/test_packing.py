@@ -225,7 +225,7 @@ def test_no_time_still_gives_offsets() -> None:
     kernels.load_all(["packing"])
     best = last(*hard(200), seconds=0.0)
     assert clash(*hard(200), best.offsets) is None
-    assert last(*hard(200), seconds=3.0, enough=best.nbytes - 1).nbytes < best.nbytes
+    assert last(*hard(200), seconds=3.0, target_height=best.nbytes - 1).nbytes < best.nbytes
 
 
 def test_it_stops_at_what_is_enough() -> None:
@@ -320,7 +320,7 @@ def test_the_checker_finds_one_byte_too_low() -> None:
 @pytest.mark.parametrize("name", ["C", "G", "K"])
 def test_problems_of_minimalloc_fit(name: str) -> None:
     columns = minimalloc(name)
-    best = last(*columns, enough=CAPACITY, seconds=30)
+    best = last(*columns, target_height=CAPACITY, seconds=30)
     assert best.nbytes <= CAPACITY
     assert clash(*columns, best.offsets) is None
 

@@ -87,7 +87,7 @@ def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.path[:0] = [{str(ROOT)!r}]
 import packtrain_command
-from packtrain import cli
+from packtrain.cli import main as cli
 load = cli._module
 cli._module = lambda name: os.kill(os.getpid(), signal.SIGINT) or load(name)
 sys.argv[1:] = ["inspect", "none.gguf"]
@@ -97,8 +97,9 @@ sys.exit(packtrain_command.main())"""
 
 
 def test_ctrl_c_during_imports_leaves_quietly(tmp_path: Path) -> None:
-    (tmp_path / "packtrain").mkdir()
-    (tmp_path / "packtrain/__init__.py").touch()
+    (tmp_path / "packtrain/cli").mkdir(parents=True)
+    for folder in ("packtrain", "packtrain/cli"):
+        (tmp_path / folder / "__init__.py").touch()
     slow = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import nowhere"
     (tmp_path / "packtrain/cli/main.py").write_text(slow)  # in the place of what takes a second
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import packtrain_command as p; p.main()"

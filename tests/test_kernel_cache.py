@@ -49,6 +49,7 @@ def test_the_list_of_modules_says_what_each_imports():
         "joined",
         "locator",
         "machine",
+        "quantized_arrays",
         "runtime",
         "store",
     }

@@ -106,7 +106,7 @@ def test_blocks_go_where_they_are_sent(flags: dict[str, str], blocks: str, last:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"device": "fra"}, "--device fra: it must be one of cpu, numpy, torch:cpu, cuda, mps, or NAME:N"),
+        ({"device": "fra"}, "device fra: it must be one of cpu, numpy, torch:cpu, cuda, mps, or NAME:N"),
         ({"device": "cpu,cpu"}, "each memory can be named once"),
         ({"device": "cpu", "layers": "2"}, "--gpu-layers needs a --device with a memory of its own"),
         ({"device": "cpu:1", "layers": "two"}, "--gpu-layers two: it must be a number of blocks, or auto"),

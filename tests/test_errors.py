@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import Graph, GraphError, differentiate, make_plan, place
-from packtrain.common import debug
+from packtrain import Graph, GraphError, debug, differentiate, make_plan, place
 from packtrain.dtypes import i32
 from packtrain.engine import ops
 from packtrain.engine.backends import Target

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import interpret
+from packtrain import debug, interpret
 from packtrain.cli.main import main
-from packtrain.common import debug
 from packtrain.common.errors import Interrupted
 from packtrain.common.events import Callbacks, Counted, Events
 from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile, open_model, save_model
 from packtrain.models.model_metadata import metadata
+from packtrain.workflows import chat_session, text_generation
 from packtrain.workflows import warmup as warming
 from packtrain.workflows.warmup import warm
 from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
@@ -68,9 +68,8 @@ def test_commands_warm_up_unless_told_not_to(
     path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     warmed = list[ModelFile]()
-    monkeypatch.setattr(
-        f"packtrain.workflows.{command}.warm", lambda model, events: warmed.append(model)
-    )
+    workflow = {"generate": text_generation, "chat": chat_session}[command]
+    monkeypatch.setattr(workflow, "warm", lambda model, events: warmed.append(model))
     monkeypatch.setattr("sys.stdin", StringIO("a\n"))
     for flag, count in (("--no-warmup", 0), ("--temp=0", 1)):
         assert main([command, str(path), "-n", "1", flag]) == 0

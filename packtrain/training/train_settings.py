@@ -82,7 +82,7 @@ class RunSettings:
     grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1, most=10**6)
     iters: int | None = TRAINING(
         None,
-        "steps to train (default: those of --epochs); 0 writes the model or adapter as it begins",
+        "steps to train; 0: none (default: those of --epochs)",
         flags="--steps",
         least=0,
         most=10**12,

@@ -50,7 +50,7 @@ class Ready:
 
     job: Job
     plans: Plans
-    rates: Rates
+    writing: Callable[[], float]  # seconds in which the base writes texts
     seconds: float
     learnt: int  # tokens that the first step trains on
     budget: int | None
@@ -97,7 +97,7 @@ class Ready:
     @property
     def before(self) -> float:
         """Seconds in which the base writes texts for replay, before step 1."""
-        return 0.0 if self.found else writing_seconds(self.job, self.rates)
+        return 0.0 if self.found else self.writing()
 
     @property
     def refusal(self) -> str | None:
@@ -182,7 +182,8 @@ def _ready(
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
     crowd = settings.nproc * kernels.threads() / kernels.COUNT  # threads of them all on a core
     time_over_link = partial(shared, plans, speed.slower(max(crowd, 1.0)))
-    run = job, plans, speed, seconds, tokens, limit, tokenizer, checkpoint
+    writing = partial(writing_seconds, job, speed)
+    run = job, plans, writing, seconds, tokens, limit, tokenizer, checkpoint
     return Ready(*run, min_budget, command, time_over_link)
 
 

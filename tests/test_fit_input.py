@@ -189,7 +189,7 @@ def test_names_too_long_for_a_checkpoint_are_refused_before_the_run(tmp_path):
 def test_one_datapoint_has_no_error():
     result = pt.Result()
     result.add(1, 0.5, 1, None)
-    assert str(result) == "loss 0.5000, accuracy 100.00 %"
+    assert str(result) == "loss 0.5000 acc 100.0%"
 
 
 def several(rows: int) -> pt.Model:

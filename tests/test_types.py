@@ -108,12 +108,12 @@ def test_a_type_is_one_file(tmp_path: Path):
             {"dequantize", "dots", "quantize", "recoding", "rounded", "snapping", "weighing"},
         ),
         (
-            "least = (low >> 4)",
-            "least = (low // 16)",
+            "offset = (low >> 4)",
+            "offset = (low // 16)",
             {"dequantize", "quantize", "recoding", "snapping", "weighing"},
         ),
         ("-half_at(w, 41)", "-half_at(w, 40 + 1)", {"dots"}),
-        ("least = ((rest >> 4)", "least = ((rest // 16)", {"rounded"}),
+        ("low_codes = ((rest >> 4)", "low_codes = ((rest // 16)", {"rounded"}),
         (
             "to_floats(q & 3) *",
             "to_floats(3 & q) *",

@@ -201,7 +201,7 @@ def test_a_plan_counts_the_time_in_which_the_base_writes(folder: Path, tmp_path:
     plans = [
         pt.plan(pt.finetune, *paths, output=tmp_path / "t.gguf", replay=n) for n in (0, 32, 64)
     ]
-    zero_seconds, half_seconds, full_seconds = (plan.before for plan in plans)
+    zero_seconds, half_seconds, full_seconds = (plan.seconds_before_step_1 for plan in plans)
     assert zero_seconds == 0 < half_seconds and full_seconds == pytest.approx(
         2 * half_seconds, rel=0.5
     )

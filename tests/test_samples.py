@@ -13,7 +13,9 @@ import pytest
 
 from packtrain import gguf
 from packtrain.cli.main import main
-from packtrain.common.errors import InputError
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.common.memory import private_nbytes, settle
+from packtrain.data import token_cache
 from packtrain.data.chat_template import choose_template
 from packtrain.data.conversations import Dataset, Recipe, Samples, build_samples, prepare
 from packtrain.data.conversations.build_samples import sources_of
@@ -546,6 +548,15 @@ def test_runs_from_before_columns_could_be_named_know_their_data(tmp_path: Path,
     values = {k: v for k, v in GGUF(model).values.items() if k.startswith(VOCABULARY)}
     older = checksum((7, sorted(options.items()), plain(values)), sources_of(recipe))
     assert prepare(recipe, tmp_path / "cache", lambda sentence: None).fingerprint == older
+
+
+def test_memory_counts_the_child_that_renders_chats(tmp_path: Path, model: Path):
+    """A limit that would do for text is refused: chats are rendered in a further process."""
+    recipe = Recipe(one(tmp_path, [{"messages": PAIR}]), model, 100)
+    settle()
+    limit = private_nbytes() + token_cache.START_NBYTES + token_cache.RENDERING_NBYTES // 2
+    with pytest.raises(DoesNotFit, match="reading the data needs at least"):
+        prepare(recipe, tmp_path / "cache", lambda sentence: None, f"{limit}B")
 
 
 def test_errors_of_the_child(tmp_path: Path, model: Path):

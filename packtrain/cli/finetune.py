@@ -35,8 +35,7 @@ def run(settings: TuneSettings) -> int:
 
 
 def _uses(settings: TuneSettings, tuned: Tuned, adapter_works: bool) -> Iterator[str]:
-    """Commands that run the result, as chat or as plain generation; `adapter_works`, also an adapter alone
-    with llama.cpp."""
+    """Commands that chat or generate with the result; with `adapter_works`, also with the adapter in llama.cpp."""
     chats, short = tuned.chats, tuned.model.config.short_context
     name, base = shlex.quote(str(settings.output)), shlex.quote(str(settings.model))
     if settings.merge == "none" and settings.aware:  # beside the base it is not what was trained

@@ -323,10 +323,8 @@ def _parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
         if group not in groups:  # the task comes second, as in `packtrain plan train …`
             subparser = commands.add_parser(group, help=about, description=about)
             groups[group] = subparser.add_subparsers(metavar="COMMAND", required=True)
-        subparser, settings = (
-            groups[group].add_parser(subcommand, help=about, description=about),
-            _settings(name),
-        )
+        subparser = groups[group].add_parser(subcommand, help=about, description=about)
+        settings = _settings(name)
         subparser.set_defaults(command=name, parser=subparser)
         subparser.common = getattr(settings, "COMMON", "").split()
         silent = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}

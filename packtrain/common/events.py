@@ -78,8 +78,7 @@ class Events:
         """Text that the model generates after --sample-prompt."""
 
     def answers(self, answers: Sequence[Any]) -> None:
-        """Answers of base and tuned model to held-out questions (`workflows.behaviour_check.CheckedAnswer`),
-        after a run."""
+        """Held-out questions as base and tuned model answer them (`workflows.behaviour_check.CheckedAnswer`)."""
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""

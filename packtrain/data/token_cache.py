@@ -43,18 +43,20 @@ def make(
     report: Say,
     memory: str | None = None,
     vocab_size: int = 0,
+    renders_chats: bool = False,
 ) -> None:
     """Let a child fill the folder. An existing one is damaged and is replaced. Raises what the child raises.
 
     memory  --memory, which this process and the child stay within. Raises DoesNotFit
     vocab_size  tokens of the vocabulary that the child reads
+    renders_chats  whether the child renders chats in a child of its own
     """
     room = None
     if memory is not None:
         settle()
         used = private_nbytes()
         room = parse_size(memory, "--memory") - used
-        start = START_NBYTES + RENDERING_NBYTES * module.endswith("conversations")
+        start = START_NBYTES + RENDERING_NBYTES * renders_chats
         start += TOKEN_NBYTES * vocab_size
         if room < start:
             min_mib = -(-(used + start) // (1 << 20))

@@ -154,7 +154,7 @@ class Exchange:
         return total
 
     def _move(self, to: Any, outgoing: Any) -> None:
-        """given[i] is for rank i, and to[i] from it."""
+        """outgoing[i] is for rank i, and to[i] from it."""
         moved = self.by.move(to, outgoing, self.rank)
         to[self.rank].copy_(outgoing[self.rank])
         for work in moved:

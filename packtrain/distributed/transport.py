@@ -97,9 +97,11 @@ class Carrier:
             self.stream.synchronize()
 
     def move(self, to: Any, outgoing: Any, rank: int) -> list[Any]:
-        """Begin to move given[i] to rank i, and to[i] from it; returns what to wait for. All travel at once, each as a
-        message: gloo's all_to_all leaves a link idle in one direction while it is busy in the other, and its gathers
-        make copies."""
+        """Begin to move outgoing[i] to rank i, and to[i] from it; returns what to wait for.
+
+        All travel at once, each as a message: gloo's all_to_all leaves a link idle in one direction while it is busy in
+        the other, and its gathers make copies.
+        """
         peers = [i for i in range(len(to)) if i != rank]
         moves = [(self.dist.irecv, to[i], i) for i in peers]
         moves += [(self.dist.isend, outgoing[i], i) for i in peers]

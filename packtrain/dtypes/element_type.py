@@ -155,8 +155,7 @@ class Dtype:
         return function
 
     def snap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, w, t, n): the same, onto a grid whose table is at t, see dtypes/neighbours; w 0: no
-        weights."""
+        """Declare (y, x, w, t, n): packing onto a grid whose table is at t, see dtypes/neighbours; w 0: no weights."""
         self.code["snap"] = Code(function)
         return function
 

@@ -56,10 +56,8 @@ def differentiate_twice(
 ) -> None:  # fmt: skip
     """Gradients as of `differentiate`, those for `repeated`, some of `wrt`, twice: from the gradients of `frontier` on.
 
-    What reads `repeated` comes before `frontier`. Both are called with each of `wrt` and its gradient: `first`
-    as the first
-    pass finds it; `sink` after that pass, and for what is in `repeated` as a second pass finds it, from
-    `frontier` back.
+    What reads `repeated` comes before `frontier`. Both sinks are called with each of `wrt` and its gradient: `first`
+    with that of the first pass; `sink` after that pass, for `repeated` with that of a second pass from `frontier` back.
     """
     calls, active, seed = _checked(loss, wrt)
     border = max(t.call.serial for t in frontier if t.call is not None)

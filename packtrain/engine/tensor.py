@@ -342,10 +342,8 @@ class Op(Generic[P, R]):
         except Unmet as unmet:
             raise GraphError(refusal(self.name, str(unmet), inputs, origin)) from None
         specs = ruled if isinstance(ruled, tuple) else (ruled,)
-        reads, phase = (
-            tuple(t for t in inputs if t is not None),
-            author.phase if author else "forward",
-        )
+        reads = tuple(t for t in inputs if t is not None)
+        phase = author.phase if author else "forward"
         call = Call(self, inputs, reads, attrs, next(_serial), origin, phase)
         results = tuple(self._result(call, i, spec) for i, spec in enumerate(specs))
         object.__setattr__(call, "results", results)

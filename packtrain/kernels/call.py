@@ -126,8 +126,7 @@ def run_all(rows, at, end):
 
 @part(i64(words2, i64))
 def tasks_of(every, step):
-    """Of products that are one call, each in tasks of `step` columns; each row of `products` has its N in
-    second place."""
+    """Tasks of products that are one call, `step` columns each; a row of `products` has its N in second place."""
     count = i64(0)
     for i in range(len(every)):
         count += -(-every[i, 1] // step)

@@ -112,8 +112,8 @@ def add_row(tops, sums, at, logits, size, cap):
 
 @kernel(void(a2, a3, i64, i1, asked_rows, i64))
 def scan(part_stats, panels, C, targets, head_args, number):
-    """Of a part of the vocabulary to found (2 parts + 1, rows): of each row the largest logit, and the sum of
-    exp(logit - largest) with the cap; the target's logit without it."""
+    """Write to part_stats (2 parts + 1, rows), for one part of the vocabulary, each row's largest logit and its sum of
+    exp(logit - largest), both with the cap, and the target's logit without it."""
     (counted, _, cap, rows, _, kind, w, bias), parts = head_args, part_stats.shape[0] // 2
     chunk = part_stats.shape[1]
     block, logits, ld = scratch(HALF_SLICE), scratch(LOGITS), wide(C)
@@ -197,7 +197,7 @@ def linear_cross_entropy(
 ):  # fmt: skip
     """As in loss.py, in bf16 (half = 1); logits are not kept.
 
-    found (2 parts of V + 1, rows), panels (1, rows, C), both whole tiles, sums (parts of V, rows, C): workspace
+    part_stats (2 parts of V + 1, rows), panels (1, rows, C), both whole tiles, sums (parts of V, rows, C): workspace
     """
     (N, C), counted, lse = x.shape, scratch(MOST_ROWS), scratch(MOST_ROWS)
     for zeros in (losses, right, db):

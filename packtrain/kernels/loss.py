@@ -149,7 +149,7 @@ def part_back(dx, dw, db, sums, logits, x, kind, w, targets, weights, chunk, wid
 
 @kernel(void(a2, a2, i64, i64))
 def move_row(gathered, every, counted, i):
-    """some[i] = every[counted[i]]."""
+    """gathered[i] = source[counted[i]]."""
     C, row = gathered.shape[1], i64(peek(counted, i))
     for j in range(0, C, LANES):
         store_part(gathered, i * C + j, load_part(every, row * C + j, C - j), C - j)
@@ -173,7 +173,7 @@ def linear_cross_entropy(
     Rows without a target are left out: the others are gathered, `chunk` at a time.
 
         x, dx (N, C), w, dw (V, C), bias, db (V,) or empty, losses, right, targets int32, weights (N,), loss (1,)
-        logits (chunk, V), some (chunk, C), sums (parts of V, chunk, C): workspace
+        logits (chunk, V), x_rows (chunk, C), sums (parts of V, chunk, C): workspace
         w u8 (V, row bytes), of a kind of `dequantize`
     dx is summed by parts of V, whose number does not depend on that of threads.
     With half = 1, factors of all products are rounded to bf16.

@@ -69,8 +69,7 @@ def spare_of(x, width):
 
 @kernel(types.UniTuple(i64, 2)(bytes4, i64, i64, i64, i64))
 def heads(x, at, count, width, scratch_address):
-    """Address and stride of `count` heads from element `at` on, as f32: in place, or converted into
-    `scratch_address`."""
+    """Address and stride of `count` heads from element `at` on, as f32: in place, or converted to `scratch_address`."""
     base, line = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
         return base + 4 * at, line

@@ -103,14 +103,14 @@ def back(slope, seen, dx, dy, x, b, c, decay, p, n):
 def share(dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, time, groups, number):
     """The heads of a group that this task has, one after the other."""
     heads, (_, p, n) = len(a), states.shape
-    fan = heads // groups
-    shares = min(fan, SHARES)
+    per_group = heads // groups
+    shares = min(per_group, SHARES)
     line, group = number // shares // groups, number // shares % groups
     state, of_b = address(states, number * p * n), address(parts, number * 2 * time * n)
     of_c, scores = address(of_b, time * n), address(along, number * (time + n))
     seen, width, first = address(scores, time), x.shape[1], line * time
     fill(of_b, 2 * time * n, f32(0.0))
-    for h in range(group * fan + number % shares, (group + 1) * fan, shares):
+    for h in range(group * per_group + number % shares, (group + 1) * per_group, shares):
         for t in range(time):
             values, token = address(x, (first + t) * width), first + t
             if begins(seq, token, time):

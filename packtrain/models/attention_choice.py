@@ -51,10 +51,8 @@ def backends(config: Config, target: Target, cache: Dtype | None) -> list[Backen
 def asked(config: Config, cache: Dtype | None) -> list[Tensor]:
     """Calls of one token that attends to one; nothing is allocated."""
     heads, kv, d = config.head_count, config.kv_heads_of(0), config.width_of(0)
-    index, sinks = (
-        input("one", (1,), i32),
-        input("sinks", (heads,)) if config.traits.sinks else None,
-    )
+    index = input("one", (1,), i32)
+    sinks = input("sinks", (heads,)) if config.traits.sinks else None
     if cache is not None:
         kv, d = config.cached_heads(0)
         q, order = input("q", (1, heads, d)), input("order", (1, 1), i32)

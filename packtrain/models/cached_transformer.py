@@ -88,18 +88,19 @@ def generation(
     *,
     hidden: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits (wanted, V) for `time` new tokens of any sequences, and the updated cache handles.
+    """Logits (num_logits, V) for `time` new tokens of any sequences, and the updated cache handles.
 
-    Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (wanted,), the tokens whose logits are returned. For `cells`:
-    `cell` (time,), the cell of each token; after that, of all cells, `cell_pos` (cells,), and for each sequence of the
-    run a line of `cell_order` (lines, cells), its cells by position, as many as `cell_counts` (lines,) says; where
-    attention is written out, instead `cell_seen` (lines, cells) f32 is 1 for the cells of a line, else 0. For
-    convolutions `cell_before` (time, their width): the cells of the last tokens, the token's own last. Likewise
-    `ring`, `ring_pos` … All of them are inputs, so that one plan serves every position and every mix of sequences.
+    Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (num_logits,), the tokens whose logits are returned.
+    For `cells`: `cell` (time,), the cell of each token; after that, of all cells, `cell_pos` (cells,), and for each
+    sequence of the run a line of `cell_order` (lines, cells), its cells by position, as many as `cell_counts`
+    (lines,) says; where attention is written out, instead `cell_seen` (lines, cells) f32 is 1 for the cells of a
+    line, else 0. For convolutions `cell_before` (time, their width): the cells of the last tokens, the token's own
+    last. Likewise `ring`, `ring_pos` … All of them are inputs, so that one plan serves every position and every mix
+    of sequences.
 
     LoRA adapters whose scale each token has add their inputs, see Lora.
 
-    hidden  the output of the last norm instead of logits, (wanted, C)
+    hidden  the output of the last norm instead of logits, (num_logits, C)
     """
     exact = replace(config, precision="f32")
     config = config if time > EXACT else exact

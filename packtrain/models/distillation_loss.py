@@ -92,10 +92,10 @@ def _mixed(table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
 def reading(
     config: Config, w: Weights, time: int, num_rows: int, top: int, shared: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Outputs of a teacher: `read` gives the `hidden` state (1, time, C) of tokens, `likely` tokens for
-    `num_rows` of them.
+    """Outputs of a teacher: `read` gives the `hidden` states (1, time, C) of tokens, `likely` the likeliest tokens.
 
-    top     how many, `ids` and `logits` (most, top), of the first `shared` of its vocabulary
+    num_rows  tokens whose likeliest are computed in one run
+    top       how many of each: `ids` and `logits` (num_rows, top), of the first `shared` of its vocabulary
     """
     tokens, pos, seq = (input(name, (1, time), i32) for name in ("tokens", "pos", "seq"))
     *_, (last,) = transformer.in_parts(config, w, (tokens, pos, seq), 1)

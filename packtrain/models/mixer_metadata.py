@@ -107,10 +107,8 @@ def _check_sections(keys: Keys) -> None:
     """Parts of rope for positions in time, height and width, in turn; those of text are equal."""
     if SECTIONS not in keys.architecture.keys:
         return
-    sections, width = (
-        keys.get(SECTIONS),
-        keys.size("embedding_length") // keys.size("attention.head_count"),
-    )
+    sections = keys.get(SECTIONS)
+    width = keys.size("embedding_length") // keys.size("attention.head_count")
     pairs = keys.size("rope.dimension_count", keys.size("attention.key_length", width or 1)) // 2
     listed = (
         sections.tolist()

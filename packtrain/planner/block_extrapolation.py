@@ -56,10 +56,8 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
         short = replace(short, attending=tuple(config.attending[i] for i in source_blocks))
     if config.differing:
         source_blocks = _alike(config, short, first, below)
-        ffn_lengths, windowed = (
-            tuple(map(config.feed_forward_of, source_blocks)),
-            tuple(map(config.near, source_blocks)),
-        )
+        ffn_lengths = tuple(map(config.feed_forward_of, source_blocks))
+        windowed = tuple(map(config.near, source_blocks))
         short = replace(short, feed_forward_lengths=ffn_lengths, window_pattern=windowed)
     if base is None:
         return replace(shape, config=short)
@@ -89,10 +87,8 @@ def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
         if at is None:
             source_name, free = name, base.trains(config, leaf)
         else:
-            source_name, free = (
-                f"blk.{source_blocks[at]}.{kind}",
-                at >= below and (kind in trained or not trained),
-            )
+            source_name = f"blk.{source_blocks[at]}.{kind}"
+            free = at >= below and (kind in trained or not trained)
         if source_name in types:
             matching_types.append((name, types[source_name]))
         if not free:

@@ -90,10 +90,8 @@ class Drafts:
         extra_blocks, block = shape.twice - 1, self.chain(shape.once).block
         reserve_nbytes = max(block.reserve - block.saved_all, 0)
         arena = full_sizes.arena - extra_blocks * reserve_nbytes
-        quadruples, share = (
-            zip(full_sizes, no_blocks, single, all_blocks, strict=True),
-            extra_blocks / (SAMPLED - 1),
-        )
+        quadruples = zip(full_sizes, no_blocks, single, all_blocks, strict=True)
+        share = extra_blocks / (SAMPLED - 1)
         totals = StepEstimate(*(w + b - a + share * (c - b) for w, a, b, c in quadruples))
         return StepEstimate(totals.leaves, max(arena, full_sizes.beside), *totals[2:])
 

@@ -20,10 +20,8 @@ def seen(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
     looked, causal = 0, 0
     for batch in batches:
         (low_seq, high_seq), (low, high) = _ends(batch["seq"]), _ends(batch["pos"])
-        is_after, is_before = (
-            high_seq[:, :, None] < low_seq[:, None],
-            low_seq[:, :, None] > high_seq[:, None],
-        )
+        is_after = high_seq[:, :, None] < low_seq[:, None]
+        is_before = low_seq[:, :, None] > high_seq[:, None]
         later = high[:, :, None] < low[:, None]
         looked += int((~(is_after | is_before | later)).sum())
         rows, blocks = low.shape

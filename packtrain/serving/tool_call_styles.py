@@ -339,12 +339,10 @@ def _behind_name(one_call: str, two_calls: str) -> Style | None:
     if -1 in places or places != sorted(places):
         return None
     end_offsets = [at + len(w) for at, w in zip(places, _words(), strict=True)]
-    head, between, gap, tail = (
-        rest[: places[0]],
-        rest[end_offsets[0] : places[1]],
-        rest[end_offsets[1] : places[2]],
-        rest[end_offsets[3] :],
-    )
+    head = rest[: places[0]]
+    between = rest[end_offsets[0] : places[1]]
+    gap = rest[end_offsets[1] : places[2]]
+    tail = rest[end_offsets[3] :]
     before = common_end(head, gap)
     after = gap[: len(gap) - len(before)]
     if not after.strip() or not before.strip() or not tail.startswith(after):

@@ -107,11 +107,9 @@ class Tools:
         if len(json.dumps(chosen)) > LONGEST_GRAMMAR:
             raise InputError(f"tools have more than {LONGEST_GRAMMAR:,} characters")
         builder = Calls(tokenizer, WILD)
-        call, opening, triggers = (
-            self._call(builder, chosen),
-            builder.split(style.opening),
-            dict[str, Any](),
-        )
+        call = self._call(builder, chosen)
+        opening = builder.split(style.opening)
+        triggers = dict[str, Any]()
         if free and not otherwise:
             first = opening[0] if opening else None
             begin = self.beginnings if first is None else (str(first).split(ID)[0].strip(),)

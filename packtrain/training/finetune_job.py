@@ -246,17 +246,13 @@ def _batches(
     dataset = prepare(_recipe(settings, length), cache, report, settings.memory)
     for note in dataset.notes:
         report(note)
-    preference, parts = (
-        settings.preference,
-        [part for part in (dataset.train, dataset.valid) if part],
-    )
+    preference = settings.preference
+    parts = [part for part in (dataset.train, dataset.valid) if part]
     make: Callable[..., SampleBatches] = SampleBatches
     time = settings.ctx or row_length(length, *map(SampleBatches.lengths_of, parts))
     if preference is not None:  # a row holds both answers, each as long as the context
-        make, time = (
-            partial(PairBatches, how=preference),
-            row_length(2 * length, *map(PairBatches.lengths_of, parts)),
-        )
+        make = partial(PairBatches, how=preference)
+        time = row_length(2 * length, *map(PairBatches.lengths_of, parts))
     size, make_train = (max(settings.batch_size, 1), time), make
     count = replayed(settings, config, dataset.train)
     if settings.distill is not None and settings.teacher is not None:

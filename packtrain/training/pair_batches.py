@@ -46,10 +46,8 @@ class PairBatches(SampleBatches):
         sides_of = [2 * i + side for i in chosen for side in (0, 1)]
         row, count = super()._row(sides_of), len(chosen)
         sides = np.zeros((2, self.most, self.time), np.float32)
-        reference_logps, shares = (
-            np.zeros((2, self.most), np.float32),
-            np.zeros(self.most, np.float32),
-        )
+        reference_logps = np.zeros((2, self.most), np.float32)
+        shares = np.zeros(self.most, np.float32)
         for number, sample in enumerate(sides_of):
             pair, side = divmod(number, 2)
             sides[side, pair] = side_weights = row["weights"] * (row["seq"] == number)

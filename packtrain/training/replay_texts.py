@@ -90,13 +90,10 @@ def write_texts(
     precomputed.recall(path, mark, train.known)
     missing = np.flatnonzero(train.known["tokens"][:, 0] < 0)
     if missing.size:
-        progress, save = (
-            _fill(train, job, missing, limit),
-            partial(precomputed.write, path, mark, train.known),
-        )
-        precomputed.follow(
-            progress, len(missing), events, "texts of the base", "text", stopped, save
-        )
+        progress = _fill(train, job, missing, limit)
+        save = partial(precomputed.write, path, mark, train.known)
+        names = "texts of the base", "text"
+        precomputed.follow(progress, len(missing), events, *names, stopped, save)
 
 
 def writing_seconds(job: Job, rates: Rates) -> float:

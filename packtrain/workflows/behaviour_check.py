@@ -214,10 +214,8 @@ def _spaced(text: str) -> str:
 
 def findings(answers: Sequence[CheckedAnswer]) -> Iterator[str]:
     """Sentences about tuned answers that do not end, and about answers that are the base's."""
-    endless, loops = (
-        sum(answer.is_endless for answer in answers),
-        sum(answer.tuned_ended == "loop" for answer in answers),
-    )
+    endless = sum(answer.is_endless for answer in answers)
+    loops = sum(answer.tuned_ended == "loop" for answer in answers)
     if all(answer.tuned == answer.base for answer in answers):
         yield f"the tuned model answers as the base does: {HELP}"
     if endless:

@@ -50,7 +50,7 @@ class Ready:
 
     job: Job
     plans: Plans
-    writing: Callable[[], float]  # seconds in which the base writes texts
+    replay_seconds: Callable[[], float]  # in which the base writes texts
     seconds: float
     learnt: int  # tokens that the first step trains on
     budget: int | None
@@ -64,7 +64,9 @@ class Ready:
 
     def json(self, minimum: int | None = None) -> str:
         """The plan as plain data."""
-        return json.dumps(as_data(self.plans, self.seconds, self.budget, minimum, self.before))
+        return json.dumps(
+            as_data(self.plans, self.seconds, self.budget, minimum, self.seconds_before_step_1)
+        )
 
     def about(self) -> str:
         """What a page shows of the run besides its settings and curves, as JSON."""
@@ -95,9 +97,9 @@ class Ready:
         return f"packtrain {self.command} -o {shlex.quote(str(self.job.settings.output))} --resume"
 
     @property
-    def before(self) -> float:
+    def seconds_before_step_1(self) -> float:
         """Seconds in which the base writes texts for replay, before step 1."""
-        return 0.0 if self.found else self.writing()
+        return 0.0 if self.found else self.replay_seconds()
 
     @property
     def refusal(self) -> str | None:
@@ -111,9 +113,10 @@ class Ready:
 
     def __repr__(self) -> str:
         limit = "" if self.budget is None else f" of {size_text(self.budget)}"
+        total_seconds = self.seconds_before_step_1 + self.seconds * self.job.steps
         return (
             f"Ready({self.job.title}: {plural(self.job.steps, 'step')}, about"
-            f" {clock(self.before + self.seconds * self.job.steps)}, in {size_text(self.planned_nbytes)}{limit}"
+            f" {clock(total_seconds)}, in {size_text(self.planned_nbytes)}{limit}"
             f"{', which do not fit' if self.refusal else ''})"
         )
 
@@ -127,7 +130,9 @@ class Ready:
         return f"<pre>{escape(repr(self))}</pre>{table(rows)}{drawn}"
 
     def __str__(self) -> str:
-        return text(self.plans, self.seconds, self.job.steps, self.learnt, self.before)
+        return text(
+            self.plans, self.seconds, self.job.steps, self.learnt, self.seconds_before_step_1
+        )
 
 
 def ready(
@@ -182,8 +187,8 @@ def _ready(
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
     crowd = settings.nproc * kernels.threads() / kernels.COUNT  # threads of them all on a core
     time_over_link = partial(shared, plans, speed.slower(max(crowd, 1.0)))
-    writing = partial(writing_seconds, job, speed)
-    run = job, plans, writing, seconds, tokens, limit, tokenizer, checkpoint
+    replay_seconds = partial(writing_seconds, job, speed)
+    run = job, plans, replay_seconds, seconds, tokens, limit, tokenizer, checkpoint
     return Ready(*run, min_budget, command, time_over_link)
 
 
@@ -307,10 +312,8 @@ def _continued(job: Job, checkpoint: Checkpoint) -> Job:
 
 def resumed(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepShape:
     """The shape with the micro-batch and chunk of the checkpoint, which fix the order of floating-point additions."""
-    rows, chunk = (
-        int(checkpoint_info.get("rows", shape.rows)),
-        int(checkpoint_info.get("chunk", shape.chunk)),
-    )
+    rows = int(checkpoint_info.get("rows", shape.rows))
+    chunk = int(checkpoint_info.get("chunk", shape.chunk))
     if (shape.rows * shape.micros) % rows:
         return shape  # other settings: `check_compatible` reports it
     micros, layered = shape.rows * shape.micros // rows, bool(checkpoint_info.get("layered", False))

@@ -90,9 +90,7 @@ class Trained:
             return shown
         compared = [("held-out question", "data", "base", "tuned")]
         for a in self.answers:
-            base, tuned = (
-                f"{a.base} ({ENDINGS[a.base_ended]})",
-                f"{a.tuned} ({ENDINGS[a.tuned_ended]})",
-            )
+            base = f"{a.base} ({ENDINGS[a.base_ended]})"
+            tuned = f"{a.tuned} ({ENDINGS[a.tuned_ended]})"
             compared.append((a.question, a.reference, base, tuned))
         return shown + table(compared)

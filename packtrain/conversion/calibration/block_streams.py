@@ -108,10 +108,8 @@ class Streams:
         count = 0
         for at in range(len(self.batches)):
             run_outputs = run(self._inputs(run, at))
-            z, counts = (
-                run_outputs["z"].reshape(-1, site.z.shape[-1])[:, columns],
-                self.real[at].reshape(-1),
-            )
+            z = run_outputs["z"].reshape(-1, site.z.shape[-1])[:, columns]
+            counts = self.real[at].reshape(-1)
             if site.expert is not None:
                 counts = counts[run_outputs["token"]] & (run_outputs["expert"] == expert)
             z *= counts[:, None]

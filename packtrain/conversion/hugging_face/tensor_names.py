@@ -194,11 +194,9 @@ def _is_nothing(name: str, stored: Stored) -> bool:
 
 def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[Tensor]:
     """Every tensor of the GGUF file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
-    sources, width, names = (
-        _Found(checkpoint, family, config.block_count),
-        config.embedding_length,
-        family.names,
-    )
+    sources = _Found(checkpoint, family, config.block_count)
+    width = config.embedding_length
+    names = family.names
     embedding = sources.take(f"{names.prefix}{names.embedding}.weight", (config.vocab_size, width))
     tensors = [Tensor("token_embd.weight", (embedding,))]
     if names.positions:

@@ -39,10 +39,8 @@ def check_agreement(
     `pieces`, which `joins` runs of spaces. Byte-level vocabularies are not read in another way.
     """
     texts: Iterable[str] = _texts(tokenizer)
-    normalize, source = (
-        steps.alike if steps else _joined if joins else str,
-        "the tokenizers package",
-    )
+    normalize = steps.alike if steps else _joined if joins else str
+    source = "the tokenizers package"
     reference = _by_package(path) if fast else None
     if steps and reference:
         texts = chain(texts, _special(steps, fast))

@@ -209,10 +209,8 @@ def _read_bytes(
         raise InputError(
             f"{path}: byte {missing_byte} has no token; a GGUF vocabulary has all bytes"
         )
-    patterns, pre_tokenizers = (
-        tuple(filter(None, (_pattern(path, step) for step in cuts))),
-        known_steps(),
-    )
+    patterns = tuple(filter(None, (_pattern(path, step) for step in cuts)))
+    pre_tokenizers = known_steps()
     if patterns not in pre_tokenizers:
         names = dict.fromkeys(
             name for variants in pre_tokenizers.values() for name in variants.values()
@@ -221,10 +219,8 @@ def _read_bytes(
             f"{path}: pre_tokenizer splits words by {' '.join(map(repr, patterns))[:200]}; only those of"
             f" {', '.join(names)} are known"
         )
-    ignores_merges, fallback = (
-        model.get("ignore_merges") is True,
-        next(iter(pre_tokenizers[patterns].values())),
-    )
+    ignores_merges = model.get("ignore_merges") is True
+    fallback = next(iter(pre_tokenizers[patterns].values()))
     steps.pieces, steps.pre = False, pre_tokenizers[patterns].get(ignores_merges, fallback)
     rule = RULES[steps.pre]
     if cuts[-1]["type"] != "ByteLevel" and steps.pre != "falcon":

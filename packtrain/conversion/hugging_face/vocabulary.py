@@ -85,11 +85,9 @@ def vocabulary_of(
 
 def _space(table: "_Table", family: Family) -> bool | None:
     """Whether readers put a space before a text."""
-    flag_value, by_family, steps = (
-        table.about.get("add_prefix_space"),
-        family.space_prefix,
-        table.steps,
-    )
+    flag_value = table.about.get("add_prefix_space")
+    by_family = family.space_prefix
+    steps = table.steps
     if steps is None:
         configured = flag_value if by_family is None else by_family
         model = table.model

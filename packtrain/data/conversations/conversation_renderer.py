@@ -167,10 +167,8 @@ class Renderer:
         words = messages[i]["content"].strip()
         if not text.startswith(prompt):
             shown = self._text([*messages[:i], {**REPLY, "content": PROBE}], tools, **options)
-            question_text, called = (
-                messages[i - 1]["content"].strip(),
-                bool(messages[i].get("tool_calls")),
-            )
+            question_text = messages[i - 1]["content"].strip()
+            called = bool(messages[i].get("tool_calls"))
             text, begin = _joined(prompt, text, question_text, shown, called)
         text = self._with_thoughts(messages[i], text, begin)
         at = text.find(words, begin)

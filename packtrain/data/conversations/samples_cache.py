@@ -59,7 +59,7 @@ def prepare(recipe: Recipe, cache: Path, report: Say, memory: str | None = None)
         dataset = read_dataset(folder, parts, size, names)
     except (OSError, ValueError):  # missing or damaged
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
-        make(folder, __package__, request, report, memory, size)
+        make(folder, __package__, request, report, memory, size, renders_chats=True)
         dataset = read_dataset(folder, parts, size, names)
     is_new = any(map(SINCE.search, dataset.notes))
     fingerprint = checksum((IDENTITY + is_new, *read), sources)

@@ -222,8 +222,7 @@ def sound(text: Any, location: str, example: str) -> str:
 def split(
     chunks: Iterable[str], separator: str | None, keep_separators: bool = False
 ) -> Iterator[Piece]:
-    """Split a text into documents; drops the separators and line breaks next to them, unless they are
-    `keep_separators`."""
+    """Split a text into documents, without separators and line breaks next to them unless `keep_separators`."""
     separator = separator and re.sub("\r\n?", "\n", separator)  # as in the text
     pattern = _pattern(separator, keep_separators)
     reach = len(END_OF_TEXT if separator is None else separator) + 2

@@ -69,10 +69,8 @@ class Names:
 
     def within(self, text: str) -> list[int]:
         """The numbers of those that occur, in order; those of one byte always."""
-        seen, raw = (
-            np.zeros(len(self._starts) - 1, np.uint8),
-            np.frombuffer(text.encode(), np.uint8),
-        )
+        seen = np.zeros(len(self._starts) - 1, np.uint8)
+        raw = np.frombuffer(text.encode(), np.uint8)
         splitting().spot(raw, self._text, self._starts, self._heads, self._items, seen)
         seen[self._short] = 1
         return np.flatnonzero(seen).tolist()

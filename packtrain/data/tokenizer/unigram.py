@@ -61,11 +61,9 @@ class Unigrams:
         """The best tokens (Viterbi); unknown characters side by side are one unknown token."""
         raw = self._normalized(text.encode())
         size = len(raw)
-        best, predecessors, token = (
-            [-np.inf] * (size + 1),
-            [0] * (size + 1),
-            [self._unknown] * (size + 1),
-        )
+        best = [-np.inf] * (size + 1)
+        predecessors = [0] * (size + 1)
+        token = [self._unknown] * (size + 1)
         best[0], start = 0.0, 0
         while start < size:
             width, sum, has_char_token = _width(raw[start]), best[start], False

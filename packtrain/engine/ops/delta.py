@@ -49,7 +49,7 @@ def _parts(x, heads, groups, width, tiled, eps):
 
 
 def _steps(k, v, decay, beta, seq, first):
-    """What each token finds wrong (B, H, P), and the states (B, H, P, N) of all tokens in turn, from `first`."""
+    """Residuals of the tokens (B, H, P), and the states (B, H, P, N) of all tokens in turn, from `first`."""
     s, xp = first, np if isinstance(v, np.ndarray) else torch
     for t in range(v.shape[1]):
         if t and seq is not None:

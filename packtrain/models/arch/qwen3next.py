@@ -40,10 +40,8 @@ EXPERTS = Experts(
 
 def usual(hf_config: Given) -> Given:
     """Older configs say which blocks attend by an interval."""
-    blocks, every = (
-        hf_config.size("num_hidden_layers"),
-        hf_config.size("full_attention_interval", 4),
-    )
+    blocks = hf_config.size("num_hidden_layers")
+    every = hf_config.size("full_attention_interval", 4)
     kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(blocks)]
     return hf_config.but(layer_types=hf_config.get("layer_types", kinds))
 
@@ -51,10 +49,8 @@ def usual(hf_config: Given) -> Given:
 def mixing(hf_config: Given) -> dict[str, Any]:
     """Which blocks attend, and the sizes of the delta nets of the others."""
     kinds = hf_config.kinds(hf_config.size("num_hidden_layers"), FULL, LINEAR, every=True)
-    groups, heads = (
-        hf_config.size("linear_num_key_heads", 16),
-        hf_config.size("linear_num_value_heads", 32),
-    )
+    groups = hf_config.size("linear_num_key_heads", 16)
+    heads = hf_config.size("linear_num_value_heads", 32)
     width = hf_config.size("linear_key_head_dim", 128)
     hf_config.one_of("linear_value_head_dim", 128, width)
     if heads % groups:

@@ -69,7 +69,7 @@ def _again(
     read_values: Collection[int],
     keep_masks: Mapping[int, np.ndarray],
 ) -> np.ndarray:
-    """Seconds to recompute `read_values`, for each of many sets; kept[t]: which of them keep t."""
+    """Seconds to recompute `read_values`, for each of many sets; keep_masks[t]: which of them keep t."""
     absent = {t: ~mask for t, mask in keep_masks.items()} | {start: np.False_}
     needed: dict[int, np.ndarray | np.bool_] = dict.fromkeys(read_values, np.True_)
     total = np.zeros(len(next(iter(keep_masks.values()), (0,))))

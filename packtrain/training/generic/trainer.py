@@ -173,10 +173,8 @@ class Trainer:
         """
         self._want_sums()
         self._summed = 1 if fresh else self._summed + 1
-        flag, number = (
-            np.array(float(fresh), np.float32),
-            self.done * self.form.micros + self._summed,
-        )
+        flag = np.array(float(fresh), np.float32)
+        number = self.done * self.form.micros + self._summed
         return self.run[MICRO]({**self._given(MICRO, batch, number), "fresh": flag})
 
     def _want_sums(self) -> None:
